@@ -1,0 +1,139 @@
+"""The one place that reads environment variables. An empty variable counts as unset everywhere.
+
+| variable | meaning | accepted |
+|---|---|---|
+| `FAGEN_CACHE_DIR` | where artifacts are kept | a directory, made on demand |
+| `FAGEN_COMPILER` | which CUDA compiler builds kernels | `nvrtc`, `nvcc` |
+| `FAGEN_NVCC` | the nvcc to run | path of an executable, or a name on `PATH` |
+| `CUDA_HOME` | toolkit to take nvcc from after `FAGEN_NVCC` | a directory |
+| `FAGEN_CXX`, `CXX` | C++ compiler of emulated kernels | an executable, with options if need be: `ccache g++` |
+| `FAGEN_ARCH` | default architecture | one architecture, such as `sm90a` |
+| `TORCH_CUDA_ARCH_LIST` | default architecture after `FAGEN_ARCH` | PyTorch's syntax, such as `8.0;9.0a` |
+| `FAGEN_JIT` | whether a missing kernel may be compiled | `1` (default), `0` |
+| `FAGEN_EMULATE_SEED` | order in which emulated threads run | an integer from 0 to 2**64 - 1 |
+| `FAGEN_EMULATE_THREADS` | host threads that run emulated blocks | an integer of at least 1 |
+| `MAX_JOBS` | most compilers at once | an integer of at least 1 |
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Literal
+
+from fagen.errors import SpecError, ToolchainError
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def _get(name: str) -> str | None:
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def _integer(name: str, low: int, high: int | None = None) -> int | None:
+    value = _get(name)
+    if value is None:
+        return None
+    accepted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if not (value.isascii() and value.isdigit()):
+        raise SpecError(f"{name}={value!r} is not {accepted}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise SpecError(f"{name}={value!r} is not {accepted}")
+    return number
+
+
+def cache_dir() -> Path | None:
+    """`FAGEN_CACHE_DIR`: directory of the artifacts, absolute, with `~` expanded; None when unset.
+
+    Raises SpecError where the path exists and is not a directory.
+    """
+    value = _get("FAGEN_CACHE_DIR")
+    if value is None:
+        return None
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise SpecError(f"FAGEN_CACHE_DIR={value!r}: {error}") from error
+    if path.exists() and not path.is_dir():
+        raise SpecError(f"FAGEN_CACHE_DIR={value!r} is not a directory")
+    return Path(os.path.abspath(path))
+
+
+def compiler() -> Literal["nvrtc", "nvcc"] | None:
+    """`FAGEN_COMPILER`: the CUDA compiler to use, None for the default choice. Raises ToolchainError for another name."""
+    value = _get("FAGEN_COMPILER")
+    if value is None:
+        return None
+    lowered = value.lower()
+    if lowered == "nvrtc":
+        return "nvrtc"
+    if lowered == "nvcc":
+        return "nvcc"
+    raise ToolchainError(f"FAGEN_COMPILER={value!r} is not one of: nvrtc, nvcc")
+
+
+def nvcc() -> str | None:
+    """`FAGEN_NVCC`: path or name of the nvcc to run, None when unset; the toolchain checks that it runs."""
+    return _get("FAGEN_NVCC")
+
+
+def cuda_home() -> Path | None:
+    """`CUDA_HOME`: directory of a CUDA toolkit, None when unset."""
+    value = _get("CUDA_HOME")
+    return None if value is None else Path(value)
+
+
+def cxx() -> tuple[str, list[str]] | None:
+    """`FAGEN_CXX`, else `CXX`: (name of the variable, command as a list); None when neither is set.
+
+    Raises ToolchainError for a value that a shell could not split.
+    """
+    for name in ("FAGEN_CXX", "CXX"):
+        value = _get(name)
+        if value is None:
+            continue
+        try:
+            command = shlex.split(value)
+        except ValueError as error:
+            raise ToolchainError(f"{name}={value!r} is not a command: {error}") from error
+        return name, command
+    return None
+
+
+def arch() -> str | None:
+    """`FAGEN_ARCH`: the architecture to build for by default, as written; `fagen.arch` says which names are known."""
+    return _get("FAGEN_ARCH")
+
+
+def torch_cuda_arch_list() -> str | None:
+    """`TORCH_CUDA_ARCH_LIST`, as written; None when unset."""
+    return _get("TORCH_CUDA_ARCH_LIST")
+
+
+def jit() -> bool:
+    """`FAGEN_JIT`: whether `load` may compile a kernel that the cache lacks. Default yes. Raises SpecError."""
+    value = _get("FAGEN_JIT")
+    if value is None or value.lower() in _TRUE:
+        return True
+    if value.lower() in _FALSE:
+        return False
+    raise SpecError(f"FAGEN_JIT={value!r} is not 0 (never compile on demand) or 1 (compile what is missing)")
+
+
+def emulate_seed() -> int | None:
+    """`FAGEN_EMULATE_SEED`: seed of the order in which emulated threads run; None for lane order. Raises SpecError."""
+    return _integer("FAGEN_EMULATE_SEED", 0, 2**64 - 1)
+
+
+def emulate_threads() -> int | None:
+    """`FAGEN_EMULATE_THREADS`: host threads that run emulated blocks; None for one a core. Raises SpecError."""
+    return _integer("FAGEN_EMULATE_THREADS", 1)
+
+
+def max_jobs() -> int | None:
+    """`MAX_JOBS`: the most compilers that run at once; None for what cores and memory allow. Raises SpecError."""
+    return _integer("MAX_JOBS", 1)
