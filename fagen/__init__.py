@@ -1,0 +1,40 @@
+"""fagen turns a description of an attention kernel into that kernel."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Resolved on first use: the command line must start without pydantic, jinja2 or torch.
+_HOMES = {
+    "AttentionSpec": "fagen.spec",
+    "Attention": "fagen.ops",
+    "load": "fagen.ops",
+    "FagenError": "fagen.errors",
+    "SpecError": "fagen.errors",
+    "ToolchainError": "fagen.errors",
+    "BuildError": "fagen.errors",
+    "CacheError": "fagen.errors",
+    "LaunchError": "fagen.errors",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+if TYPE_CHECKING:
+    from fagen.errors import BuildError, CacheError, FagenError, LaunchError, SpecError, ToolchainError
+    from fagen.ops import Attention, load
+    from fagen.spec import AttentionSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fagen' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,61 @@
+"""From a kernel plan to the text of its one self-contained file."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+
+from fagen.errors import FagenError
+from fagen.plan import KernelPlan
+
+Target = Literal["cuda", "emulate"]
+
+
+def template_dir() -> Path:
+    """Where the templates are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "templates", package.parent / "templates"):
+        if candidate.is_dir():
+            return candidate
+    raise FagenError(f"no templates beside {package}: the installation is incomplete, install fagen again")
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """The one Jinja environment: an undefined name is an error, and blocks leave no blank lines."""
+    loader = jinja2.FileSystemLoader(template_dir())
+    result = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        auto_reload=True,
+    )
+    # Plain headers go in as they are: the operands of inline PTX, {%0, %1}, would read as Jinja.
+    result.globals["plain"] = lambda path: loader.get_source(result, path)[0]
+    return result
+
+
+def render(kernel: KernelPlan, target: Target = "cuda") -> str:
+    """The text of `kernel`, for nvcc or NVRTC ("cuda") or for a host C++ compiler ("emulate").
+
+    The same plan gives the same bytes, on any machine: no path, time or environment enters.
+    """
+    return environment().get_template("kernel.j2").render(**_context(kernel), target=target)
+
+
+def _context(kernel: KernelPlan) -> dict[str, Any]:
+    command = ["fagen", "show", *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
+    return {
+        "kernel": kernel,
+        "spec": kernel.spec,
+        "tile": kernel.tile,
+        "arch": kernel.arch,
+        "command": shlex.join(command),
+        "spec_json": kernel.spec.model_dump_json(exclude_defaults=True),
+    }

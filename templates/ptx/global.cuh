@@ -1,0 +1,22 @@
+// Global memory. Every access that is not an asynchronous copy goes through these.
+
+__device__ __forceinline__ float ld_global_f32(const void* ptr) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(ptr));
+    return v;
+}
+
+__device__ __forceinline__ u64 ld_global_b64(const void* ptr) {
+    u64 v;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(ptr));
+    return v;
+}
+
+__device__ __forceinline__ void st_global_f32(void* ptr, float v) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(ptr), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
