@@ -1,0 +1,75 @@
+// Global memory: each access must lie within one of the tensors that the launch names, and be aligned to its size.
+
+namespace emu {
+
+static inline bool holds(const Range& range, u64 address, u32 bytes) {
+    return range.bytes >= bytes && address - range.address <= range.bytes - bytes;
+}
+
+__attribute__((noinline)) static void find_range(Fiber& self, u64 address, u32 bytes, bool write, int line) {
+    Block& block = *self.block;
+    const Launch& launch = *block.launch;
+    const char* doing = write ? "writes" : "reads";
+    if (address % bytes)
+        fault(self, line, "%s %u bytes of global memory at 0x%llx, which is misaligned: it must be a multiple of %u.",
+              doing, bytes, address, bytes);
+    bool read_only = false;
+    u32 nearest = 0;
+    u64 nearest_distance = ~0ull;
+    for (u32 i = 0; i < launch.n_ranges; i++) {
+        const Range& range = launch.ranges[i];
+        if (holds(range, address, bytes)) {
+            if (!write || range.writable) {
+                block.hot_range = range;
+                return;
+            }
+            read_only = true;
+            nearest = i;
+        }
+        const u64 distance = address < range.address ? range.address - address : address - range.address - range.bytes;
+        if (!read_only && (distance < nearest_distance || holds(range, address, 1)))
+            nearest = i, nearest_distance = holds(range, address, 1) ? 0 : distance;
+    }
+    if (!launch.n_ranges)
+        fault(self, line, "%s %u bytes of global memory at 0x%llx: the launch was given no tensor.", doing, bytes,
+              address);
+    const Range& range = launch.ranges[nearest];
+    fault(self, line,
+          "%s %u bytes of global memory %s: byte %lld of range %u (%llu bytes, %s), address 0x%llx. Look for %s.",
+          doing, bytes, read_only ? "that is read-only" : "out of bounds", (long long)(address - range.address),
+          nearest, range.bytes, range.writable ? "writable" : "read-only", address,
+          read_only ? "an output pointer that is an input" : "a missing bounds check, or a wrong stride or offset");
+}
+
+static inline void check_global(Fiber& self, const void* pointer, u32 bytes, bool write, int line) {
+    const u64 address = (u64)pointer;
+    const Range& hot = self.block->hot_range;
+    if (__builtin_expect(!holds(hot, address, bytes) || address % bytes || (write && !hot.writable), 0))
+        find_range(self, address, bytes, write, line);
+}
+
+}  // namespace emu
+
+static inline float ld_global_f32(const void* ptr, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 4, false, line);
+    float v;
+    memcpy(&v, ptr, 4);
+    return v;
+}
+
+static inline u64 ld_global_b64(const void* ptr, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 8, false, line);
+    u64 v;
+    memcpy(&v, ptr, 8);
+    return v;
+}
+
+static inline void st_global_f32(void* ptr, float v, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 4, true, line);
+    memcpy(ptr, &v, 4);
+}
+
+static inline void st_global_b128(void* ptr, const u32 (&v)[4], int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 16, true, line);
+    memcpy(ptr, v, 16);
+}
