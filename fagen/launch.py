@@ -1,0 +1,88 @@
+"""Loads cubins and launches kernels through the CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fagen.errors import LaunchError, ToolchainError
+
+MAX_GRID = 2**31 - 1
+
+
+class CudaKernel:
+    """One kernel of one cubin (or PTX file, compiled by the driver), loaded into a device's primary context."""
+
+    def __init__(self, binary: Path, entry: str, device: int, smem_bytes: int) -> None:
+        driver = self._driver = _driver()
+        handle = _check(driver.cuDeviceGet(device))
+        self._context = _check(driver.cuDevicePrimaryCtxRetain(handle))
+        image = binary.read_bytes() + b"\0"  # PTX is text and must end in NUL; a cubin knows its own length
+        with self._current():
+            self._module = _check(driver.cuModuleLoadData(image))
+            self._function = _check(driver.cuModuleGetFunction(self._module, entry.encode()))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, smem_bytes))
+        self._smem_bytes = smem_bytes
+
+    def launch(self, *, grid: int, threads: int, params: bytes, stream: int) -> None:
+        """Queues the kernel on `stream` (a CUstream's address). Raises LaunchError where the driver refuses."""
+        if not 0 < grid <= MAX_GRID:
+            raise LaunchError(f"{grid} blocks in one launch; a grid has from 1 to {MAX_GRID}")
+        # The driver copies the parameters before it returns; a buffer a call keeps concurrent callers apart.
+        buffer = ctypes.create_string_buffer(params, len(params))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        with self._current():
+            _check(
+                self._driver.cuLaunchKernel(
+                    self._function,
+                    *(grid, 1, 1),
+                    *(threads, 1, 1),
+                    self._smem_bytes,
+                    stream,
+                    ctypes.addressof(pointers),
+                    0,
+                )
+            )
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Makes the kernel's context current where it is not: another device's, or a thread that has none yet."""
+        driver = self._driver
+        if int(_check(driver.cuCtxGetCurrent())) == int(self._context):
+            yield
+            return
+        _check(driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            _check(driver.cuCtxPopCurrent())
+
+
+_INIT_LOCK = threading.Lock()
+
+
+def _driver() -> Any:
+    """The driver's bindings, initialised."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise ToolchainError("launching on a GPU needs cuda-bindings: pip install 'fagen[cuda]'") from None
+    with _INIT_LOCK:
+        _check(driver.cuInit(0), driver)
+    return driver
+
+
+def _check(result: tuple[Any, ...], driver: Any = None) -> Any:
+    """The value of a driver call's (error, value...); LaunchError unless the error is CUDA_SUCCESS."""
+    error, *values = result
+    if int(error) != 0:
+        if driver is None:
+            from cuda.bindings import driver
+        _, text = driver.cuGetErrorString(error)
+        raise LaunchError(f"CUDA driver: {error.name}: {text.decode() if text else 'no description'}")
+    return values[0] if values else None
