@@ -1,0 +1,227 @@
+"""The one table of kernels, shapes and features: what the tests run emulated and on a GPU, and what `fagen bench` times.
+
+Rows are grouped by spec, since a spec is one compile. Rows marked `large` run on a GPU only. A new score modification
+adds a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fagen.check import Case, alibi_slopes_per_batch
+from fagen.spec import AttentionSpec
+
+
+def _rows(head_dim: int, *calls: dict[str, Any], dtype: str = "bf16", dv: int | None = None, **on: bool) -> list[Case]:
+    spec = AttentionSpec(head_dim=head_dim, head_dim_v=dv, dtype=dtype, **on)
+    return [Case(spec=spec, **call) for call in calls]
+
+
+def _at(seqlen_q: int, seqlen_k: int, **more: Any) -> dict[str, Any]:
+    return {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **more}
+
+
+def _heads(heads: int, heads_k: int) -> dict[str, int]:
+    return {"heads": heads, "heads_k": heads_k}
+
+
+def _large(seqlen_q: int, seqlen_k: int, **more: Any) -> dict[str, Any]:
+    return _at(seqlen_q, seqlen_k, large=True, **{"batch": 2, **_heads(8, 2), **more})
+
+
+# Lengths at the edges of 16-row fragments and of tiles of 64 and 128.
+EDGES = [
+    (0, 5),
+    (1, 1),
+    (1, 129),
+    (2, 15),
+    (15, 2),
+    (16, 16),
+    (17, 64),
+    (63, 65),
+    (64, 63),
+    (65, 17),
+    (127, 1),
+    (129, 127),
+]
+LARGE = [_large(1024, 1024), _large(1, 4096), _large(2049, 517), _large(777, 3001)]
+
+# Every head dim from 8 to 256 in steps that meet each way of padding, both types; no features.
+HEAD_DIMS = [
+    *_rows(8, _at(33, 65), _at(1, 16)),
+    *_rows(16, _at(64, 17), dtype="fp16"),
+    *_rows(24, _at(65, 33), _at(3, 2)),
+    *_rows(40, _at(17, 129), _at(70, 64, layout="sliced"), dtype="fp16"),
+    *_rows(48, _at(64, 64)),
+    *_rows(64, *(_at(q, k) for q, k in EDGES), _at(5, 0), *LARGE),
+    *_rows(64, _at(200, 200, batch=2, **_heads(4, 4)), _at(31, 33), *LARGE, dtype="fp16"),
+    *_rows(72, _at(33, 70, layout="sliced"), _at(1, 1)),
+    *_rows(80, _at(65, 65), dtype="fp16"),
+    *_rows(96, _at(40, 100), _large(515, 515)),
+    *_rows(112, _at(16, 80), dtype="fp16"),
+    *_rows(128, _at(64, 64), _at(1, 200, **_heads(8, 1)), _at(130, 63), *LARGE),
+    *_rows(128, _at(65, 127), *LARGE, dtype="fp16"),
+    *_rows(136, _at(33, 33)),
+    *_rows(160, _at(17, 65), dtype="fp16"),
+    *_rows(192, _at(65, 64), _large(515, 1000)),
+    *_rows(200, _at(20, 40), dtype="fp16"),
+    *_rows(256, _at(64, 65), _at(2, 130), *LARGE),
+    *_rows(256, _at(17, 17), _large(515, 515), dtype="fp16"),
+]
+
+HEAD_DIMS_V = [
+    *_rows(64, _at(65, 64), _large(515, 515), dv=128),
+    *_rows(128, _at(17, 65), dv=64, dtype="fp16"),
+    *_rows(192, _at(64, 40), _large(1024, 1024), dv=128, causal=True),
+    *_rows(8, _at(33, 33), dv=256),
+    *_rows(256, _at(20, 70), dv=8),
+    *_rows(40, _at(65, 17), dv=104, dtype="fp16", causal=True),
+]
+
+HEADS = _rows(
+    32,
+    _at(33, 40, batch=2, **_heads(4, 4)),
+    _at(33, 40, batch=2, **_heads(6, 3)),
+    _at(33, 40, batch=3, **_heads(4, 1)),
+    _at(20, 20, **_heads(1, 1)),
+    _at(20, 20, batch=0),
+    _at(64, 64, softmax_scale=1.0),
+    _at(64, 64, softmax_scale=0.01),
+    _large(515, 600, batch=3, **_heads(48, 6)),
+    _large(1, 1, batch=70000, **_heads(1, 1)),
+    _large(1, 1, batch=1, **_heads(70000, 70000)),
+)
+
+LAYOUTS = [
+    *_rows(
+        64,
+        *(_at(65, 40, batch=2, layout=name) for name in ("transposed", "sliced", "expanded")),
+        dtype="fp16",
+        causal=True,
+    ),
+    *_rows(128, *(_at(20, 33, batch=2, **_heads(4, 2), layout=name) for name in ("transposed", "sliced", "expanded"))),
+    *_rows(64, *(_large(600, 700, layout=name) for name in ("transposed", "sliced", "expanded"))),
+]
+
+CAUSAL = [
+    *_rows(64, *(_at(q, k) for q, k in EDGES), _at(200, 200), _at(40, 0), *LARGE, causal=True),
+    *_rows(128, _at(65, 65), _at(16, 80), _at(80, 16), _at(129, 64), *LARGE, causal=True, dtype="fp16"),
+    *_rows(256, _at(40, 70), _large(515, 515), causal=True),
+]
+
+WINDOWS = [(0, 0), (3, 0), (0, 3), (-1, 0), (-1, 5), (5, -1), (16, 16), (70, 1), (-1, -1), (1000, 1000)]
+WINDOW = [
+    *_rows(
+        64,
+        *(_at(65, 90, window=window) for window in WINDOWS),
+        *(_at(90, 33, window=window) for window in [(0, 0), (5, -1), (-1, 5)]),
+        _at(200, 200, window=(40, 10)),
+        *(_large(1500, 1500, window=window) for window in [(0, 0), (128, 0), (-1, 100), (300, -1), (255, 255)]),
+        *(_large(300, 2500, window=window) for window in [(200, 100), (1, 1)]),
+        window=True,
+    ),
+    *_rows(
+        64,
+        *(_at(65, 90, window=window) for window in [(0, 0), (3, 0), (3, 9), (-1, 4), (70, -1)]),
+        _at(90, 33, window=(20, 3)),
+        _at(200, 200, window=(64, 0)),
+        *(_large(1500, 1500, window=window) for window in [(128, 0), (300, 5)]),
+        dtype="fp16",
+        window=True,
+        causal=True,
+    ),
+    *_rows(128, _at(100, 130, window=(20, 30)), _at(1, 130, window=(50, 0)), window=True),
+]
+
+SOFTCAP = [
+    *_rows(
+        64,
+        _at(64, 64),
+        _at(33, 65, values={"softcap": 50.0}),
+        _at(17, 17, values={"softcap": 0.5}),
+        _at(3, 3, values={"softcap": 15}),
+        *LARGE,
+        softcap=True,
+    ),
+    *_rows(128, _at(65, 65), _at(70, 20, values={"softcap": 30.0}), *LARGE, softcap=True, causal=True),
+    *_rows(256, _at(33, 64, values={"softcap": 50.0}), *LARGE, softcap=True, causal=True, dtype="fp16"),
+]
+
+PER_BATCH = {"values": {"alibi_slopes": alibi_slopes_per_batch}}
+ALIBI = [
+    *_rows(64, _at(64, 64, **_heads(8, 2)), _at(33, 70, batch=2, **PER_BATCH), _at(70, 33), *LARGE, alibi=True),
+    *_rows(
+        128,
+        _at(65, 65),
+        _at(20, 40, batch=2, **_heads(4, 4), **PER_BATCH),
+        _large(1024, 1024, **PER_BATCH),
+        alibi=True,
+        causal=True,
+        dtype="fp16",
+    ),
+]
+
+DROPOUT = [
+    *_rows(
+        64,
+        _at(64, 64),
+        _at(33, 70, batch=2, **_heads(4, 2), dropout_p=0.5, seed=2**40 + 3),
+        _at(17, 15, dropout_p=0.0),
+        _at(65, 40, dropout_p=0.9, seed=7),
+        *(_large(1024, 1024, dropout_p=p, seed=2**63 + 1) for p in (0.1, 0.7)),
+        dropout=True,
+    ),
+    *_rows(128, _at(65, 65), _large(515, 777), dropout=True, causal=True, dtype="fp16"),
+]
+
+# Every pair of features that no group above has, and the whole lot.
+PAIRS = [
+    *_rows(32, _at(65, 70), window=True, softcap=True),
+    *_rows(32, _at(70, 65, **_heads(4, 2)), window=True, alibi=True, dtype="fp16"),
+    *_rows(32, _at(65, 70), window=True, dropout=True),
+    *_rows(32, _at(40, 70), softcap=True, alibi=True, dtype="fp16"),
+    *_rows(32, _at(70, 40), softcap=True, dropout=True),
+    *_rows(32, _at(40, 70, batch=2, **PER_BATCH), alibi=True, dropout=True, dtype="fp16"),
+    *_rows(
+        64,
+        _at(65, 70, batch=2, **_heads(4, 2), window=(30, 2), **PER_BATCH),
+        _at(90, 33, window=(10, 10), layout="sliced"),
+        _at(7, 0),
+        _large(1000, 1300, window=(400, 0)),
+        causal=True,
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+    *_rows(
+        136,
+        _at(33, 40, window=(20, 7)),
+        _large(600, 600, window=(300, 50)),
+        dv=72,
+        dtype="fp16",
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+]
+
+CASES: list[Case] = [
+    *HEAD_DIMS,
+    *HEAD_DIMS_V,
+    *HEADS,
+    *LAYOUTS,
+    *CAUSAL,
+    *WINDOW,
+    *SOFTCAP,
+    *ALIBI,
+    *DROPOUT,
+    *PAIRS,
+]
+
+
+def specs(cases: list[Case] = CASES) -> Iterator[AttentionSpec]:
+    """The distinct specs, in order of first use: what has to be compiled."""
+    return iter(dict.fromkeys(case.spec for case in cases))

@@ -1,0 +1,115 @@
+"""What only a card can say: accuracy beside PyTorch's flash kernel, the sanitizer, both compilers, the emulator's truth."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES
+from test_forward import ORDERS, call
+
+from fagen.check import FLASH_FACTOR, OUTPUT_BUDGET, Case, compare_o, flash_error
+from fagen.errors import FagenError
+from fagen.spec import AttentionSpec
+from fagen.toolchain import find_cuda_compiler
+
+pytestmark = pytest.mark.gpu
+
+TESTS = Path(__file__).parent
+
+# Partial tiles in both directions, every feature, padded head dims; few blocks, since the sanitizer is slow.
+SANITIZED = [
+    "hdim64_bf16-b1h2k1-q129k127",
+    "hdim64_bf16-b1h2k1-q5k0",
+    "hdim72_bf16-b1h2k1-q33k70-sliced",
+    "hdim256_bf16-b1h2k1-q2k130",
+    *ORDERS[4:],
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen", [511, 2048])
+def test_error_beside_pytorch_flash(dtype: str, head_dim: int, causal: bool, seqlen: int) -> None:
+    """At most 1.2 times what PyTorch's own flash kernel loses on the same inputs."""
+    spec = AttentionSpec(head_dim=head_dim, dtype=dtype, causal=causal)
+    case = Case(spec=spec, batch=2, heads=8, heads_k=2, seqlen_q=seqlen, seqlen_k=seqlen)
+    inputs = case.inputs("cuda")
+    expected, _ = case.reference(inputs)
+    flash = flash_error(case, inputs, expected)
+    assert flash is not None
+    result = compare_o(call(case, "cuda")[0], expected, FLASH_FACTOR * flash)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("id_", ORDERS)
+def test_the_emulator_computes_what_the_card_does(id_: str) -> None:
+    """The same inputs through the same kernel text: apart by less than half of what either may be off from float64."""
+    case = next(case for case in CASES if case.id == id_)
+    emulated, card = call(case, "cpu"), call(case, "cuda")
+    budget = OUTPUT_BUDGET[case.spec.dtype] / 2
+    result = compare_o(card[0].cpu(), emulated[0].double(), budget)
+    assert result.passed, result
+    torch.testing.assert_close(card[1].cpu(), emulated[1], rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("id_", ORDERS)
+def test_two_runs_give_the_same_bits(id_: str) -> None:
+    case = next(case for case in CASES if case.id == id_)
+    first = call(case, "cuda")
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(call(case, "cuda"), first, strict=True))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
+    """compute-sanitizer finds nothing in a small set of the table."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        pytest.skip("compute-sanitizer is not installed")
+    probe = subprocess.run(
+        [program, "--tool", tool, sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"],
+        capture_output=True,
+        text=True,
+    )
+    if "not supported" in probe.stdout + probe.stderr or probe.returncode:
+        pytest.skip(f"compute-sanitizer does not work here: {(probe.stdout + probe.stderr)[-500:]}")
+    tests = [f"{TESTS / 'test_forward.py'}::test_gpu[{id_}]" for id_ in SANITIZED]
+    done = subprocess.run(
+        [
+            *(program, "--tool", tool, "--error-exitcode", "99", "--kernel-name", "kernel_substring=fagen"),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests),
+        ],
+        # Each tensor its own allocation, so that memcheck knows where it ends.
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    assert f"{len(SANITIZED)} passed" in output, output[-4000:]
+
+
+@pytest.mark.parametrize("id_", ORDERS)
+def test_nvcc_and_nvrtc_give_the_same_numbers(id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same variant by either compiler; bit for bit where they are of one release."""
+    case = next(case for case in CASES if case.id == id_)
+    results, versions = [], []
+    for compiler in ("nvrtc", "nvcc"):
+        monkeypatch.setenv("FAGEN_COMPILER", compiler)
+        try:
+            versions.append(find_cuda_compiler().version.rsplit(".", 1)[0])
+        except FagenError as error:
+            pytest.skip(f"{compiler}: {error}")
+        results.append(call(case, "cuda"))
+    for by_nvrtc, by_nvcc in zip(*results, strict=True):
+        if versions[0] == versions[1]:
+            assert torch.equal(by_nvrtc, by_nvcc)
+        else:
+            torch.testing.assert_close(by_nvrtc, by_nvcc, rtol=1e-2, atol=1e-3)
