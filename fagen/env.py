@@ -4,7 +4,7 @@
 |---|---|---|
 | `FAGEN_CACHE_DIR` | where artifacts are kept | a directory, made on demand |
 | `FAGEN_COMPILER` | which CUDA compiler builds kernels | `nvrtc`, `nvcc` |
-| `FAGEN_NVCC` | the nvcc to run | path of an executable, or a name on `PATH` |
+| `FAGEN_NVCC` | the nvcc to run; without `FAGEN_COMPILER` it also chooses nvcc | path of an executable, or a name on `PATH` |
 | `CUDA_HOME` | toolkit to take nvcc from after `FAGEN_NVCC` | a directory |
 | `FAGEN_CXX`, `CXX` | C++ compiler of emulated kernels | an executable, with options if need be: `ccache g++` |
 | `FAGEN_ARCH` | default architecture | one architecture, such as `sm90a` |
@@ -13,6 +13,8 @@
 | `FAGEN_EMULATE_SEED` | order in which emulated threads run | an integer from 0 to 2**64 - 1 |
 | `FAGEN_EMULATE_THREADS` | host threads that run emulated blocks | an integer of at least 1 |
 | `MAX_JOBS` | most compilers at once | an integer of at least 1 |
+
+Found by others' rules and only followed: `CONDA_PREFIX` (an activated conda environment), `PATH`.
 """
 
 from __future__ import annotations
@@ -85,6 +87,22 @@ def cuda_home() -> Path | None:
     """`CUDA_HOME`: directory of a CUDA toolkit, None when unset."""
     value = _get("CUDA_HOME")
     return None if value is None else Path(value)
+
+
+def conda_prefix() -> Path | None:
+    """`CONDA_PREFIX`: the activated conda environment; None when unset."""
+    value = _get("CONDA_PREFIX")
+    return None if value is None else Path(value)
+
+
+def for_compilers() -> dict[str, str]:
+    """The environment that compilers run in.
+
+    Messages are in English, for they are parsed. nvcc's variables of extra flags are left out: they would change a
+    binary without changing its key.
+    """
+    changed = {"NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "LC_ALL", "LANGUAGE"}
+    return {name: value for name, value in os.environ.items() if name not in changed} | {"LC_ALL": "C"}
 
 
 def cxx() -> tuple[str, list[str]] | None:

@@ -1,0 +1,473 @@
+"""From kernels to artifacts: render, look up, and compile what the cache lacks.
+
+What is missing is compiled by one ninja run, one edge a kernel; a single kernel for NVRTC is compiled in this process.
+Each kernel is validated and published as soon as its compiler ends, so that what is done stays done when a later one
+fails or the user stops the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fagen import cache, env, toolchain
+from fagen import render as renderer
+from fagen.cache import Artifact, Resources, Target
+from fagen.errors import BuildError, CacheError, ToolchainError
+from fagen.nvrtc import NvrtcError
+
+if TYPE_CHECKING:
+    from fagen.plan import KernelPlan
+
+_BYTES_A_JOB = 300 * 2**20
+_EMULATED_ENTRY = "fagen_emulate_launch"
+_STOP_SECONDS = 10.0
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+# ELF64, as in elf.h
+_SHT_SYMTAB, _SHT_DYNSYM = 2, 11
+_MACH_O = b"\xcf\xfa\xed\xfe"
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One kernel that is asked for, rendered, with its key."""
+
+    kernel: KernelPlan
+    compiler: toolchain.Compiler
+    target: Target
+    source: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return cache.directory_name(self.kernel.slug, self.digest)
+
+    @property
+    def source_file(self) -> str:
+        return "kernel.cpp" if self.target == "emulate" else "kernel.cu"
+
+    @property
+    def binary_file(self) -> str:
+        if self.target == "emulate":
+            return "kernel.so"
+        return "kernel.ptx" if self.kernel.arch.ptx_only else "kernel.cubin"
+
+    def command(self, folder: Path | None = None) -> list[str]:
+        source = self.source_file if folder is None else str(folder / self.source_file)
+        return self.compiler.command(self.kernel.arch, source, self.binary_file)
+
+    def find(self, *, warn: bool = True) -> Artifact | None:
+        return cache.find(self.kernel.slug, self.digest, self.target, warn=warn)
+
+
+def build(
+    kernels: Sequence[KernelPlan],
+    *,
+    emulate: bool = False,
+    jobs: int | None = None,
+    on_done: Callable[[Artifact], None] | None = None,
+    force: bool = False,
+) -> list[Artifact]:
+    """The artifacts of `kernels`, in their order, compiled where the cache lacks them or `force` is set.
+
+    `emulate` builds libraries for the CPU in place of cubins. At most `jobs` compilers run at once, fewer where cores,
+    memory or MAX_JOBS allow less. `on_done` is called with each artifact once, when it is ready.
+
+    Raises ToolchainError before anything is compiled, and BuildError once all others are done where a kernel fails.
+    """
+    compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
+    asked = [_request(kernel, compiler, emulate) for kernel in kernels]
+    done: dict[str, Artifact] = {}
+
+    def finish(artifact: Artifact) -> None:
+        done[artifact.digest] = artifact
+        if on_done is not None:
+            on_done(artifact)
+
+    missing: list[_Request] = []
+    for request in {request.digest: request for request in asked}.values():
+        artifact = None if force else request.find()
+        if artifact is None:
+            missing.append(request)
+        else:
+            finish(artifact)
+    if missing:
+        for arch in dict.fromkeys(request.kernel.arch for request in missing):
+            compiler.check(arch)
+        limit = job_limit(jobs)
+        try:
+            _build_missing(missing, limit, finish, force)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise CacheError(f"{error.filename or cache.cache_dir()}: {error.strerror}") from error
+            raise _no_space() from error
+    return [done[request.digest] for request in asked]
+
+
+def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> list[Artifact]:
+    """What `fagen.load` runs: as `build`, but with FAGEN_JIT=0 a missing kernel is an error, and without a CUDA compiler
+    any cubin of the same source serves.
+
+    Raises CacheError that names the missing kernel and the command which builds it.
+    """
+    try:
+        compiler: toolchain.Compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
+    except ToolchainError:
+        if emulate:
+            raise
+        shipped = [
+            cache.find_by_source(kernel.slug, renderer.render(kernel, "cuda"), kernel.arch.name) for kernel in kernels
+        ]
+        whole = [artifact for artifact in shipped if artifact is not None]
+        if len(whole) < len(shipped):
+            raise
+        return whole
+    if env.jit():
+        return build(kernels, emulate=emulate)
+    found: list[Artifact] = []
+    for kernel in kernels:
+        artifact = _request(kernel, compiler, emulate).find()
+        if artifact is None:
+            command = shlex.join(["fagen", "build", *kernel.spec.cli_flags(), "--arch", kernel.arch.name])
+            raise CacheError(
+                f"{kernel.slug} is not built for {compiler.identity}, and FAGEN_JIT=0 forbids to compile it now: "
+                f"run `{command}{' --emulate' if emulate else ''}` first"
+            )
+        found.append(artifact)
+    return found
+
+
+def job_limit(jobs: int | None = None) -> int:
+    """How many compilers may run at once: `jobs`, else one a core, within MAX_JOBS and 300 MB of free memory each."""
+    bounds = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    if jobs is not None:
+        bounds = [jobs]
+    memory = _available_memory()
+    if memory is not None:
+        bounds.append(memory // _BYTES_A_JOB)
+    most = env.max_jobs()
+    if most is not None:
+        bounds.append(most)
+    return max(1, min(bounds))
+
+
+def parse_resources(log: str, entry: str) -> Resources | None:
+    """What `ptxas -v` says of kernel `entry`, in the log of nvcc or of NVRTC; None where it says nothing."""
+    _, found, rest = log.partition(f"Compiling entry function '{entry}'")
+    if not found:
+        return None
+    rest = rest.partition("Compiling entry function")[0]
+    frame = re.search(
+        rf"Function properties for {re.escape(entry)}\s.*?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        rest,
+        re.DOTALL,
+    )
+    used = re.search(r"Used (\d+) registers(.*)", rest)
+    if not frame or not used:
+        return None
+    smem = re.search(r"(\d+) bytes smem", used[2])
+    return Resources(
+        registers=int(used[1]),
+        spill_stores=int(frame[2]),
+        spill_loads=int(frame[3]),
+        stack=int(frame[1]),
+        smem=int(smem[1]) if smem else 0,
+    )
+
+
+def _request(kernel: KernelPlan, compiler: toolchain.Compiler, emulate: bool) -> _Request:
+    target: Target = "emulate" if emulate else "cuda"
+    source = renderer.render(kernel, target)
+    key = cache.digest(source, compiler.flags(kernel.arch), kernel.arch.name, compiler.identity)
+    return _Request(kernel, compiler, target, source, key)
+
+
+def _build_missing(missing: Sequence[_Request], jobs: int, finish: Callable[[Artifact], None], force: bool) -> None:
+    """Builds each request under its lock, as far as it is still missing then.
+
+    Locks are waited for only while none is held, so two processes that want the same kernels in another order cannot
+    wait for each other.
+    """
+    root = cache.build_dir(missing[0].target)
+    failures: list[BuildError] = []
+    waiting = list(missing)
+    while waiting:
+        with ExitStack() as locks:
+            held: dict[str, ExitStack] = {}
+            for request in waiting:
+                own = locks.enter_context(ExitStack())
+                if own.enter_context(cache.lock(root, request.name, wait=False)):
+                    held[request.digest] = own
+            if not held:
+                held[waiting[0].digest] = own = locks.enter_context(ExitStack())
+                own.enter_context(cache.lock(root, waiting[0].name))
+
+            def ready(artifact: Artifact, held: dict[str, ExitStack] = held) -> None:
+                held[artifact.digest].close()
+                finish(artifact)
+
+            todo: list[_Request] = []
+            for request in (request for request in waiting if request.digest in held):
+                artifact = None if force else request.find(warn=False)  # another process may have been first
+                if artifact is None:
+                    todo.append(request)
+                else:
+                    ready(artifact)
+            if todo:
+                failures += _compile_all(todo, root, jobs, ready, force)
+        waiting = [request for request in waiting if request.digest not in held]
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        first = failures[0]
+        reason = f"{len(failures)} of {len(missing)} kernels failed; the first:\n{first.reason}"
+        raise BuildError(reason, command=first.command, log=first.log, source=first.source)
+
+
+def _compile_all(
+    todo: Sequence[_Request], root: Path, jobs: int, finish: Callable[[Artifact], None], force: bool
+) -> list[BuildError]:
+    """Compiles in a temporary directory and publishes each kernel as it is ready. Returns what failed."""
+    failures: list[BuildError] = []
+    with cache.staging(root) as scratch:
+        for index, request in enumerate(todo):
+            folder = scratch / str(index)
+            folder.mkdir(mode=0o755)
+            (folder / request.source_file).write_text(request.source, encoding="utf-8")
+        alone = todo[0].compiler if len(todo) == 1 else None
+        if isinstance(alone, toolchain.NvrtcCompiler):
+            outcomes = _in_process(todo[0], alone, scratch / "0")
+        else:
+            outcomes = _ninja(todo, scratch, min(jobs, len(todo)))
+        with closing(outcomes):
+            for index, log, seconds in outcomes:
+                request = todo[index]
+                try:
+                    if seconds is None:
+                        raise BuildError(f"{request.kernel.slug} does not compile", command=request.command(), log=log)
+                    artifact = _publish(request, scratch / str(index), root, log, seconds, force)
+                except BuildError as error:
+                    failures.append(_keep(error, request, scratch / str(index), root))
+                else:
+                    finish(artifact)
+    return failures
+
+
+# One outcome a kernel, as each ends: its index, its log, and the seconds it took, None where the compiler failed.
+_Outcomes = Generator[tuple[int, str, float | None], None, None]
+
+
+def _in_process(request: _Request, compiler: toolchain.NvrtcCompiler, folder: Path) -> _Outcomes:
+    start = time.perf_counter()
+    try:
+        binary, log = compiler.compile(request.kernel.arch, request.source.encode(), request.source_file)
+    except NvrtcError as error:
+        yield 0, str(error), None
+        return
+    except OSError as error:
+        raise ToolchainError(f"{compiler.library} cannot be opened: {error}") from error
+    (folder / request.binary_file).write_bytes(binary)
+    yield 0, log, time.perf_counter() - start
+
+
+def _ninja(todo: Sequence[_Request], scratch: Path, jobs: int) -> _Outcomes:
+    """Runs one ninja over folders `0`, `1`, ... of `scratch`.
+
+    Everything that ninja and its shell read is a name relative to `scratch`, so the path of the cache may hold any
+    character. Each edge leaves its log and two marks whose times tell how long it took.
+    """
+    (scratch / "build.ninja").write_text(_ninja_file(todo), encoding="utf-8")
+    command = [str(toolchain.find_ninja()), "-f", "build.ninja", "-j", str(jobs), "-k", "0"]
+    # nvcc breaks on a temporary directory with a space or `$` in its path; "." is the folder of the edge.
+    environment = env.for_compilers() | {"NINJA_STATUS": "", "TMPDIR": "."}
+    waiting = dict(enumerate(todo))
+    process = subprocess.Popen(
+        command,
+        cwd=scratch,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C comes to this process alone, which stops ninja in order
+    )
+    assert process.stdout is not None
+    said: list[str] = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            for index in [index for index in waiting if (scratch / str(index) / "finished").exists()]:
+                del waiting[index]
+                yield _outcome(scratch / str(index), index)
+        process.wait()
+    finally:
+        _stop(process)
+    for index in sorted(waiting):
+        yield _outcome(scratch / str(index), index, "".join(said))
+
+
+def _outcome(folder: Path, index: int, said: str = "") -> tuple[int, str, float | None]:
+    log = folder / "log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    finished = folder / "finished"
+    if not finished.exists():
+        if "No space left on device" in text + said:
+            raise _no_space()
+        return index, text or said, None
+    seconds = finished.stat().st_mtime - (folder / "started").stat().st_mtime
+    return index, text, max(seconds, 0.0)
+
+
+def _ninja_file(todo: Sequence[_Request]) -> str:
+    lines = ["rule compile", "  command = $run", "  description = $out", ""]
+    for index, request in enumerate(todo):
+        run = f"cd {index} && : > started && {shlex.join(request.command())} > log 2>&1 && : > finished"
+        lines += [
+            f"build {index}/{request.binary_file}: compile {index}/{request.source_file}",
+            f"  run = {run.replace('$', '$$')}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Ends ninja if it still runs. It passes SIGTERM on to every compiler and waits for them."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _publish(request: _Request, folder: Path, root: Path, log: str, seconds: float, force: bool) -> Artifact:
+    """Checks what the compiler wrote, adds the other files of an artifact, and moves all to its place."""
+    kernel, command = request.kernel, request.command()
+    binary = folder / request.binary_file
+    problem = _problem(binary, request)
+    if problem is not None:
+        raise BuildError(f"{kernel.slug}: {problem}", command=command, log=log)
+    resources = parse_resources(log, kernel.entry)
+    for scrap in set(os.listdir(folder)) - {request.source_file, request.binary_file}:
+        path = folder / scrap
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / "spec.json").write_text(kernel.spec.model_dump_json(indent=2) + "\n")
+    values = None if resources is None else dataclasses.asdict(resources)
+    (folder / "resources.json").write_text(json.dumps(values, indent=2) + "\n")
+    _write_log(folder, request, log)
+    fields = {
+        "slug": kernel.slug,
+        "digest": request.digest,
+        "entry": kernel.entry,
+        "arch": kernel.arch.name,
+        "target": request.target,
+        "compiler": request.compiler.identity,
+        "seconds": round(seconds, 4),
+        "source": request.source_file,
+        "binary": request.binary_file,
+    }
+    cache.seal(folder, fields)
+    artifact = cache.publish(folder, root, request.name, replace=force)
+    cache.check_trust(artifact)
+    return dataclasses.replace(artifact, cached=False)
+
+
+def _keep(error: BuildError, request: _Request, folder: Path, root: Path) -> BuildError:
+    """The error with the path where the source was kept, and a command that can be run again from anywhere."""
+    with suppress(OSError):
+        for scrap in set(os.listdir(folder)) - {request.source_file}:
+            (folder / scrap).unlink()
+        _write_log(folder, request, error.log)
+    kept = cache.keep_failed(root, request.name, folder)
+    if kept is None:
+        return error
+    return BuildError(error.reason, command=request.command(kept), log=error.log, source=kept / request.source_file)
+
+
+def _write_log(folder: Path, request: _Request, log: str) -> None:
+    head = f"# {request.compiler.identity}\n# {shlex.join(request.command())}\n"
+    (folder / "build.log").write_text(head + log.strip() + "\n", encoding="utf-8")
+
+
+def _problem(path: Path, request: _Request) -> str | None:
+    """Why the compiler's output is not the kernel; None where it is."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return f"the compiler reported success and wrote no {path.name}"
+    data = path.read_bytes()
+    if path.suffix == ".ptx":
+        entry = request.kernel.entry
+        return None if re.search(rf"\.entry\s+{entry}\b".encode(), data) else f"{path.name} has no entry {entry}"
+    entry = _EMULATED_ENTRY if request.target == "emulate" else request.kernel.entry
+    if data[:4] == _MACH_O and request.target == "emulate":
+        return None if f"_{entry}\0".encode() in data else f"{path.name} has no function {entry}"
+    if data[:6] != b"\x7fELF\x02\x01":
+        return f"{path.name} is not an ELF file"
+    try:
+        defined = _elf_symbols(data, _SHT_DYNSYM if request.target == "emulate" else _SHT_SYMTAB)
+    except (struct.error, IndexError, ValueError) as error:
+        return f"{path.name} is not a whole ELF file: {error}"
+    return None if entry in defined else f"{path.name} has no function {entry}"
+
+
+def _elf_symbols(data: bytes, table: int) -> set[str]:
+    """Names of the defined symbols in the section of type `table` of a little-endian ELF64 file."""
+    (offset,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    # name, type, flags, address, offset, size, link, info, alignment, size of an entry
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + index * size) for index in range(count)]
+    names: set[str] = set()
+    for section in sections:
+        if section[1] != table:
+            continue
+        strings = sections[section[6]][4]
+        for start in range(section[4], section[4] + section[5], section[9]):
+            # name, info, other, index of its section
+            name, _, _, home = struct.unpack_from("<IBBH", data, start)
+            if home:
+                names.add(data[strings + name : data.index(b"\0", strings + name)].decode(errors="replace"))
+    return names
+
+
+def _available_memory() -> int | None:
+    """Bytes that new processes can use: of the machine and of this container; None where the system does not tell."""
+    bounds: list[int] = []
+    with suppress(OSError, ValueError):
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        if match:
+            bounds.append(int(match[1]) * 1024)
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max" is no number: no limit
+            bounds.append(max(0, int(Path(limit).read_text()) - int(Path(usage).read_text())))
+    return min(bounds) if bounds else None
+
+
+def _no_space() -> CacheError:
+    return CacheError(
+        f"no space left in {cache.cache_dir()}, nothing was published: free some, or set FAGEN_CACHE_DIR to another disk"
+    )
