@@ -1,0 +1,151 @@
+"""The command line. Each command lives in a module that is imported when the command runs, so that `fagen --help` and
+a mistyped flag answer at once; only commands that compute import torch.
+
+Results go to standard output, everything else to standard error; with `--json`, standard output is one JSON document.
+Exit codes: 0, 1 for a failed build or check, 2 for bad input, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from fagen import __version__
+from fagen.errors import FagenError
+
+# Name of the command: where it is, and the line that describes it.
+COMMANDS = {
+    "build": ("fagen.cli.build:build", "Build kernels, or find them in the cache."),
+    "check": ("fagen.cli.check:check", "Run kernels and compare them with a float64 reference."),
+    "show": ("fagen.cli.show:show", "Print the generated source of a kernel."),
+    "list": ("fagen.cli.artifacts:list_artifacts", "List the built kernels."),
+    "clean": ("fagen.cli.artifacts:clean", "Remove built kernels."),
+    "doctor": ("fagen.cli.doctor:doctor", "Say what this machine can build and run, and what is missing."),
+    "bench": ("fagen.cli.bench:bench", "Measure compile times, or the speed of kernels on a GPU."),
+}
+
+EXAMPLES = {
+    "build": "fagen build --head-dim 64,128 --both causal --softcap --arch sm80,sm90",
+    "check": "fagen check --head-dim 128 --causal --softcap --seqlen-q 300 --seqlen-k 512",
+    "show": "fagen show --head-dim 128 --softcap | less",
+    "clean": "fagen clean fwd_hdim128_bf16_sm80",
+    "bench": "fagen bench --compile",
+}
+
+# Typer brings its own copy of click in some releases and uses the package in others; its errors share this base in both.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_INTERRUPTED = 130
+
+
+class _PlainFlags:
+    """Keeps the help of a flag that takes no value from showing one: some releases of typer print `<bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_PlainFlags, TyperCommand):
+    """One command."""
+
+
+class _Commands(_PlainFlags, TyperGroup):
+    """Lists the commands from COMMANDS, and imports the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, stub, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if stub is not None and name in COMMANDS else stub, rest
+
+
+def _stub() -> None:
+    """Stands in the listing for a command that is not imported."""
+
+
+def _load(name: str) -> Any:
+    place, line = COMMANDS[name]
+    module, function = place.split(":")
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    epilog = f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None
+    register = single.command(name, cls=_Command, help=line, epilog=epilog, context_settings=_SETTINGS)
+    register(getattr(import_module(module), function))
+    return typer.main.get_command(single)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fagen {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="fagen",
+    help="Builds the one attention kernel that you describe.",
+    epilog="Start with: fagen doctor, then fagen build --head-dim 128 --softcap",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings=_SETTINGS,
+)
+for _name, (_, _line) in COMMANDS.items():
+    app.command(_name, help=_line)(_stub)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: the process's) and returns the exit code. Raises nothing on purpose."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    try:
+        code = app(args=arguments, prog_name="fagen", standalone_mode=False)
+    except FagenError as error:
+        return _fail(error, error.exit_code, str(error), as_json)
+    except _CommandLineError as error:
+        return _usage(error, as_json)
+    except (typer.Abort, KeyboardInterrupt):
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of `fagen show | head` has gone; the interpreter's last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if code == _INTERRUPTED:
+        return _fail(KeyboardInterrupt(), _INTERRUPTED, "interrupted", as_json)
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any, as_json: bool) -> int:
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    if not message:  # a bare `fagen`: its help is on the screen already
+        return int(error.exit_code)
+    if not as_json and context is not None and isinstance(error, _UsageError):
+        message += f"\nSee: {context.command_path} --help"
+    return _fail(error, error.exit_code, message, as_json)
+
+
+def _fail(error: BaseException, code: int, message: str, as_json: bool) -> int:
+    print(f"fagen: error: {message}" if code != _INTERRUPTED else f"fagen: {message}", file=sys.stderr)
+    if as_json:
+        from fagen.cli.output import emit_error
+
+        emit_error(error, code, message)
+    return code

@@ -1,0 +1,21 @@
+"""The flags that commands share beside those of the spec."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+KERNEL_PANEL = "Kernel"
+
+_ARCH_HELP = (
+    "targets: sm80, 9.0, a list of such, or native; default: the GPU's, without one FAGEN_ARCH or TORCH_CUDA_ARCH_LIST, "
+    "without those sm80"
+)
+_EMULATE_HELP = "the same kernel compiled for the CPU"
+
+ArchOption = Annotated[
+    str | None, typer.Option("--arch", metavar="ARCH,...", help=_ARCH_HELP, rich_help_panel=KERNEL_PANEL)
+]
+EmulateOption = Annotated[bool, typer.Option("--emulate", help=_EMULATE_HELP, rich_help_panel=KERNEL_PANEL)]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]

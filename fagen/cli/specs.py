@@ -1,0 +1,141 @@
+"""The flags that name kernels: derived from the fields of AttentionSpec, the same for every command.
+
+A flag takes a list (`--head-dim 64,128`), a feature is on, off or, with `--both`, each in turn; several make a matrix.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any
+
+import typer
+
+from fagen.cli.options import KERNEL_PANEL
+from fagen.errors import SpecError
+from fagen.spec import AttentionSpec, feature_names
+
+_FEATURES = "Features (off unless given)"
+
+
+def takes_specs(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command(specs=[...], ...)` as a function that takes the spec flags in place of `specs`, for typer to read."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+        if name != "specs"
+    ]
+    flags = _flags()
+
+    @wraps(command)
+    def run(**values: Any) -> Any:
+        given = {flag.name: values.pop(flag.name) for flag in flags}
+        return command(specs=matrix(given), **values)
+
+    run.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*flags, *own]}
+    return run
+
+
+def matrix(given: Mapping[str, Any]) -> list[AttentionSpec]:
+    """The specs that the flags name, in the flags' order, each once.
+
+    `given` maps each field to the texts of its flag, or for a feature to True, False or None; and "both" to names of
+    features. Raises SpecError for what is not served.
+    """
+    features = list(feature_names())
+    both = [_feature(name, features) for name in _split(given["both"])]
+    axes: list[list[Any]] = []
+    for name in AttentionSpec.model_fields:
+        value = given[name]
+        if name not in features:
+            axes.append([_number(text) for text in _split(value)] or [None])
+        elif name not in both:
+            axes.append([bool(value)])
+        elif value is None:
+            axes.append([False, True])
+        else:
+            flag = _flag_name(name) if value else f"--no-{_flag_name(name)[2:]}"
+            raise SpecError(f"--both {name.replace('_', '-')} and {flag} contradict each other")
+    specs = []
+    for values in itertools.product(*axes):
+        named = dict(zip(AttentionSpec.model_fields, values, strict=True))
+        specs.append(AttentionSpec(**{name: value for name, value in named.items() if value is not None}))
+    return list(dict.fromkeys(specs))
+
+
+def _flags() -> list[inspect.Parameter]:
+    features = list(feature_names())
+    flags = [_value_flag(name) for name in AttentionSpec.model_fields if name not in features]
+    flags += [_feature_flag(name) for name in features]
+    both = typer.Option(
+        None, "--both", metavar="FEATURE,...", help="once with and once without", rich_help_panel=_FEATURES
+    )
+    return [*flags, _parameter("both", list[str] | None, both)]
+
+
+def _value_flag(name: str) -> inspect.Parameter:
+    field = AttentionSpec.model_fields[name]
+    default: Any = ... if field.is_required() else None if field.default is None else [field.default]
+    option = typer.Option(
+        default,
+        _flag_name(name),
+        metavar="N,..." if "head_dim" in name else "TYPE,...",
+        help=field.description,
+        rich_help_panel=KERNEL_PANEL,
+    )
+    return _parameter(name, list[str] | None, option)
+
+
+def _feature_flag(name: str) -> inspect.Parameter:
+    flag = _flag_name(name)
+    option = typer.Option(
+        None,
+        f"{flag}/--no-{flag[2:]}",
+        help=AttentionSpec.model_fields[name].description,
+        hidden=not _served(name),
+        rich_help_panel=_FEATURES,
+    )
+    return _parameter(name, bool | None, option)
+
+
+def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _served(feature: str) -> bool:
+    """Whether any kernel has the feature: one that none has is named in an error, but not offered."""
+    try:
+        AttentionSpec(head_dim=64, **{feature: True})
+    except SpecError:
+        return False
+    return True
+
+
+def _feature(text: str, features: list[str]) -> str:
+    name = text.removeprefix("--").replace("-", "_")
+    if name in features:
+        return name
+    near = get_close_matches(name, features, n=1)
+    guess = f"; did you mean {near[0].replace('_', '-')}?" if near else ""
+    raise SpecError(f"--both {text}: no such feature{guess} Known: {', '.join(features).replace('_', '-')}")
+
+
+def _flag_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _split(texts: list[str] | None) -> list[str]:
+    return [part.strip() for text in texts or [] for part in text.split(",") if part.strip()]
+
+
+def _number(text: str) -> int | str:
+    """A number where it is one; anything else goes to AttentionSpec, whose message says what it should have been."""
+    try:
+        return int(text)
+    except ValueError:
+        return text

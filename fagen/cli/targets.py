@@ -1,0 +1,28 @@
+"""What `--arch` names, and the kernels that specs become there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fagen import target
+from fagen.arch import Arch, parse_list
+from fagen.cli.output import note
+from fagen.plan import KernelPlan, plan
+from fagen.spec import AttentionSpec
+
+
+def resolve_archs(text: str | None) -> tuple[Arch, ...]:
+    """The targets that `--arch` names, or the default ones, with a line that says so where nothing decided them."""
+    if text is not None:
+        return parse_list(text, target.gpu_capability)
+    archs, source = target.default_archs()
+    if not source:
+        names = ", ".join(arch.name for arch in archs)
+        note(f"no GPU found, and neither --arch, FAGEN_ARCH nor TORCH_CUDA_ARCH_LIST is set: using {names}")
+    return archs
+
+
+def plans(specs: Sequence[AttentionSpec], arch: str | None) -> list[KernelPlan]:
+    """Every kernel of `specs` on every target. Raises SpecError before anything is built."""
+    archs = resolve_archs(arch)
+    return [kernel for spec in specs for target_arch in archs for kernel in plan(spec, target_arch)]
