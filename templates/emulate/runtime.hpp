@@ -275,21 +275,20 @@ static inline u32 draw(Block& block) {  // splitmix64
     return (u32)(z >> 32);
 }
 
-// Who runs when `self` gives way, or null. Unseeded: the next lane of the warp, else the next warp. Seeded: any lane,
-// and one time in eight of any warp.
-static inline Fiber* choose(Block& block, const Fiber& self) {
+// Who runs next, or null. Unseeded: the first lane that can from this one on, in this warp, else in the next that can.
+// Seeded: any lane, and one time in eight of any warp.
+static inline Fiber* choose(Block& block, u32 warp, u32 lane) {
     if (!block.ready_warps) return nullptr;
-    u32 warp = self.warp->index;
-    u32 lane_start = self.lane + 1, warp_start = warp + 1;
     bool leave = !block.warps[warp].ready;
+    u32 warp_start = warp + 1;
     if (block.launch->seed) {
         const u32 bits = draw(block);
-        lane_start = bits;
-        warp_start = bits >> 5;
-        leave |= (bits >> 10 & 7) == 0;
+        lane = bits;
+        warp_start = (bits >> 8) % block.n_warps;
+        leave |= (bits >> 5 & 7) == 0;
     }
     if (leave) warp = first_from(block.ready_warps, warp_start);
-    return &block.warps[warp].lanes[first_from(block.warps[warp].ready, lane_start)];
+    return &block.warps[warp].lanes[first_from(block.warps[warp].ready, lane)];
 }
 
 static inline void make_ready(Block& block, Warp& warp, u32 lanes) {
@@ -297,18 +296,24 @@ static inline void make_ready(Block& block, Warp& warp, u32 lanes) {
     block.ready_warps |= 1u << warp.index;
 }
 
-// Gives way until somebody makes this fiber ready again. Not inlined: setjmp would pessimise its caller.
-__attribute__((noinline)) static void suspend(Fiber& self) {
+// Runs `next`, or ends the block without one, until somebody switches back. Not inlined: setjmp would pessimise its
+// caller.
+__attribute__((noinline)) static void switch_to(Fiber& self, Fiber* next) {
+    if (next == &self || _setjmp(self.context)) return;
+    if (!next) _longjmp(self.block->home, 1);
+    current = next;
+    _longjmp(next->context, 1);
+}
+
+// Gives way until somebody makes this fiber ready again.
+static void suspend(Fiber& self) {
     Block& block = *self.block;
     Warp& warp = *self.warp;
     warp.ready &= ~(1u << self.lane);
     if (!warp.ready) block.ready_warps &= ~(1u << warp.index);
-    Fiber* next = choose(block, self);
+    Fiber* next = choose(block, warp.index, self.lane + 1);
     if (!next && block.running) deadlock(block);
-    if (_setjmp(self.context)) return;
-    if (!next) _longjmp(block.home, 1);
-    current = next;
-    _longjmp(next->context, 1);
+    switch_to(self, next);
 }
 
 static void fiber_main() {
@@ -353,6 +358,7 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
     warp.waiting &= ~mask;
     for (u32 lanes = mask; lanes; lanes &= lanes - 1) warp.lanes[__builtin_ctz(lanes)].wait.at = nullptr;
     make_ready(*self.block, warp, mask);
+    switch_to(self, choose(*self.block, warp.index, 0));
 }
 
 static void order_warp(Warp& warp, u32, int) { warp.ordered = ++warp.lanes->block->tick; }
@@ -405,6 +411,7 @@ static void block_barrier(int line) {
     block.ordered = ++block.tick;
     for (u32 i = 0; i < block.launch->threads; i++) block.fibers[i].wait.at = nullptr;
     for (u32 i = 0; i < block.n_warps; i++) make_ready(block, block.warps[i], ALL_LANES);
+    switch_to(self, choose(block, 0, 0));
 }
 
 // ---- A block, from its beginning to its end
@@ -482,7 +489,7 @@ static bool run_block(Block& block, u32 index) {
         make_ready(block, block.warps[i], ALL_LANES);
     }
     if (!_setjmp(block.home)) {
-        current = launch.seed ? choose(block, block.fibers[0]) : &block.fibers[0];
+        current = choose(block, 0, 0);
         _longjmp(current->context, 1);
     }
     return block.running == 0;
