@@ -1,0 +1,129 @@
+"""`fagen check`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fagen.build import build as build_kernels
+from fagen.cli import output
+from fagen.cli.build import progress
+from fagen.cli.options import ArchOption, EmulateOption, JsonOption
+from fagen.cli.specs import takes_specs
+from fagen.cli.targets import plans
+from fagen.errors import LaunchError
+from fagen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from fagen.check import CheckResult, Comparison
+    from fagen.plan import KernelPlan
+
+_PANEL = "Call"
+
+
+def _size(flag: str, what: str) -> Any:
+    return typer.Option(flag, metavar="N", help=f"{what}; default: chosen", rich_help_panel=_PANEL)
+
+
+@takes_specs
+def check(
+    specs: list[AttentionSpec],
+    arch: ArchOption = None,
+    emulate: EmulateOption = False,
+    batch: Annotated[int | None, _size("--batch", "sequences")] = None,
+    heads: Annotated[int | None, _size("--heads", "heads of q")] = None,
+    heads_k: Annotated[int | None, _size("--heads-k", "heads of k and v, a divisor of --heads")] = None,
+    seqlen_q: Annotated[int | None, _size("--seqlen-q", "queries a sequence")] = None,
+    seqlen_k: Annotated[int | None, _size("--seqlen-k", "keys a sequence")] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="of the random inputs", rich_help_panel=_PANEL)] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Builds and runs every kernel that the flags name, on the GPU if there is one, else emulated. Exit code 1 where one
+    is past its budget or stops with a fault."""
+    kernels = plans(specs, arch)
+    from fagen import check as checker  # imports torch: not before the flags are known to be right
+
+    emulated = emulate or not checker.torch.cuda.is_available()
+    with progress(kernels) as on_done:
+        build_kernels(kernels, emulate=emulated, on_done=on_done)
+    sizes = {"batch": batch, "heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    documents, passed = [], 0
+    for kernel in kernels:
+        try:
+            result = checker.check(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
+        except LaunchError as error:
+            documents.append({"slug": kernel.slug, "passed": False, "fault": str(error)})
+            if not as_json:
+                _print_fault(kernel, str(error))
+            continue
+        passed += result.passed
+        documents.append(result.to_json())
+        if not as_json:
+            _print(result)
+    if as_json:
+        output.emit({"passed": passed == len(kernels), "checks": documents})
+    elif len(kernels) > 1:
+        output.note(f"{passed} of {len(kernels)} kernels are right")
+    if passed < len(kernels):
+        raise typer.Exit(1)
+
+
+def _print(result: CheckResult) -> None:
+    shape = result.shape
+    rows = _facts(result.slug, result.device)
+    rows.add_row(
+        "call",
+        f"batch {shape['batch']}, {shape['heads']} heads over {shape['heads_k']}, "
+        f"{shape['seqlen_q']} queries, {shape['seqlen_k']} keys, seed {result.seed}",
+    )
+    rows.add_row("first of o", "reference  " + "  ".join(f"{value:+.5f}" for value in result.first_reference))
+    rows.add_row("", "kernel     " + "  ".join(f"{value:+.5f}" for value in result.first_values))
+    _add(rows, "o", result.o)
+    if result.flash_error is not None:
+        rows.add_row("", f"PyTorch's flash kernel: {result.flash_error:.2e}")
+    _add(rows, "lse", result.lse)
+    rows.add_row("time", output.duration(result.seconds))
+    rows.add_row("shared", f"{output.size(result.smem_bytes)} a block")
+    rows.add_row("result", "[green]right[/]" if result.passed else "[bold red]past the budget[/]")
+    console = output.console()
+    console.print(rows)
+    console.print()
+
+
+def _add(rows: Any, name: str, comparison: Comparison) -> None:
+    kind = "relative, of the whole" if name == "o" else "largest, absolute"
+    rows.add_row(
+        f"error of {name}", f"{comparison.error:.2e} of {comparison.budget:.2e} ({kind}){_verdict(comparison.passed)}"
+    )
+    worst = comparison.worst
+    if worst is not None:
+        place = f"batch {worst.batch}, head {worst.head}, row {worst.row}"
+        place += "" if worst.dim is None else f", dim {worst.dim}"
+        rows.add_row("  worst", f"{place}: kernel {worst.value:+.6g}, reference {worst.reference:+.6g}")
+        rows.add_row("", f"{comparison.elementwise:.2f} of what one element may be off by")
+
+
+def _print_fault(kernel: KernelPlan, message: str) -> None:
+    rows = _facts(kernel.slug, "")
+    from rich.text import Text
+
+    rows.add_row("fault", Text(message))
+    rows.add_row("result", "[bold red]stopped[/]")
+    console = output.console()
+    console.print(rows)
+    console.print()
+
+
+def _facts(slug: str, device: str) -> Any:
+    from rich.table import Table
+
+    rows = Table.grid("", "", padding=(0, 2))
+    rows.add_row("kernel", f"[bold]{slug}[/]")
+    if device:
+        rows.add_row("device", device)
+    return rows
+
+
+def _verdict(passed: bool) -> str:
+    return "" if passed else "  [bold red]too much[/]"
