@@ -56,7 +56,8 @@ class Mod:
 def _pack_softcap(value: Any, call: CallContext) -> Mapping[str, Any]:
     cap = positive_float("softcap", value)
     # One multiply before the tanh; what follows it is folded into the exponent (SEMANTICS: softcap inside the softmax).
-    return {"softcap_inner": call.softmax_scale / cap, "softcap_log2": cap * LOG2E}
+    # The factor 4 puts the border of the fragment's polynomial, half the cap, at 2.
+    return {"softcap_inner": 4 * call.softmax_scale / cap, "softcap_log2": cap * LOG2E}
 
 
 def _eager_softcap(scores: torch.Tensor, value: Any, context: ScoreContext) -> torch.Tensor:
@@ -100,7 +101,7 @@ MODS: tuple[Mod, ...] = (
         name="softcap",
         argument="softcap",
         fields=(
-            Field("softcap_inner", "float", "softmax_scale / softcap"),
+            Field("softcap_inner", "float", "4 * softmax_scale / softcap"),
             Field("softcap_log2", "float", "softcap * log2(e)"),
         ),
         pack=_pack_softcap,

@@ -33,6 +33,8 @@ static inline u32 to_f16(float value) {
 
 }  // namespace emu
 
+static inline u32 float_bits(float x) { return emu::to_bits(x); }
+
 static inline u32 pack_bf16(float lo, float hi) { return emu::to_bf16(lo) | emu::to_bf16(hi) << 16; }
 
 static inline u32 pack_f16(float lo, float hi) { return emu::to_f16(lo) | emu::to_f16(hi) << 16; }

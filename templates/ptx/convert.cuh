@@ -1,3 +1,6 @@
+// The bits of a float32.
+__device__ __forceinline__ u32 float_bits(float x) { return __float_as_uint(x); }
+
 // Two float32 to two 16-bit floats, rounded to nearest even, `lo` in the lower half.
 
 __device__ __forceinline__ u32 pack_bf16(float lo, float hi) {
