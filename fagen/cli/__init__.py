@@ -38,7 +38,7 @@ EXAMPLES = {
     "bench": "fagen bench --compile",
 }
 
-# Typer brings its own copy of click in some releases and uses the package in others; its errors share this base in both.
+# Some releases of typer carry their own click, others use the package; its errors share these bases in both.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -34,8 +31,10 @@ def build(
     """Builds every kernel that the flags name and shows what each became."""
     kernels = plans(specs, arch)
     started = time.perf_counter()
-    with progress(kernels) as on_done:
-        artifacts = build_kernels(kernels, emulate=emulate, jobs=jobs, on_done=on_done, force=force)
+    with output.progress("compiling", len(kernels)) as step:
+        artifacts = build_kernels(
+            kernels, emulate=emulate, jobs=jobs, on_done=lambda artifact: step(artifact.slug), force=force
+        )
     seconds = time.perf_counter() - started
     if as_json:
         rows = [describe(kernel, artifact) for kernel, artifact in zip(kernels, artifacts, strict=True)]
@@ -95,17 +94,3 @@ def print_table(kernels: list[KernelPlan], artifacts: list[Artifact]) -> None:
             output.short(artifact.directory),
         )
     output.console().print(rows)
-
-
-@contextmanager
-def progress(kernels: list[KernelPlan]) -> Iterator[Callable[[Artifact], None]]:
-    """A bar on a terminal's standard error while kernels compile; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield lambda artifact: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=output.console(sys.stderr), transient=True) as bar:
-        task = bar.add_task("compiling", total=len(kernels))
-        yield lambda artifact: bar.update(task, advance=1, description=artifact.slug)

@@ -8,7 +8,6 @@ import typer
 
 from fagen.build import build as build_kernels
 from fagen.cli import output
-from fagen.cli.build import progress
 from fagen.cli.options import ArchOption, EmulateOption, JsonOption
 from fagen.cli.specs import takes_specs
 from fagen.cli.targets import plans
@@ -39,19 +38,23 @@ def check(
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="of the random inputs", rich_help_panel=_PANEL)] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Builds and runs every kernel that the flags name, on the GPU if there is one, else emulated. Exit code 1 where one
-    is past its budget or stops with a fault."""
-    kernels = plans(specs, arch)
-    from fagen import check as checker  # imports torch: not before the flags are known to be right
+    """Builds and runs every kernel that the flags name, on the GPU if there is one, else emulated.
 
-    emulated = emulate or not checker.torch.cuda.is_available()
-    with progress(kernels) as on_done:
-        build_kernels(kernels, emulate=emulated, on_done=on_done)
+    Exit code 1 where one is past its budget or stops with a fault.
+    """
+    kernels = plans(specs, arch)
+    import torch  # not before the flags are known to be right
+
+    from fagen.check import check as check_kernel
+
+    emulated = emulate or not torch.cuda.is_available()
+    with output.progress("compiling", len(kernels)) as step:
+        build_kernels(kernels, emulate=emulated, on_done=lambda artifact: step(artifact.slug))
     sizes = {"batch": batch, "heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     documents, passed = [], 0
     for kernel in kernels:
         try:
-            result = checker.check(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
+            result = check_kernel(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
         except LaunchError as error:
             documents.append({"slug": kernel.slug, "passed": False, "fault": str(error)})
             if not as_json:

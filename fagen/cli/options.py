@@ -9,8 +9,8 @@ import typer
 KERNEL_PANEL = "Kernel"
 
 _ARCH_HELP = (
-    "targets: sm80, 9.0, a list of such, or native; default: the GPU's, without one FAGEN_ARCH or TORCH_CUDA_ARCH_LIST, "
-    "without those sm80"
+    "targets: sm80, 9.0, a list of such, or native; default: the GPU's, without one FAGEN_ARCH or "
+    "TORCH_CUDA_ARCH_LIST, without those sm80"
 )
 _EMULATE_HELP = "the same kernel compiled for the CPU"
 

@@ -1,0 +1,281 @@
+"""How fast forward kernels are: beside PyTorch's own on the same tensors, in turns, so that a drift of the clocks meets
+all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fagen.errors import ToolchainError
+from fagen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENS = 16384  # batch * seqlen of every row
+WIDTH = 2048  # heads * head_dim of every row
+SOFTCAP = 50.0
+
+OURS, FA2, CUDNN, PLAIN = "fagen", "FA2", "cuDNN", "without softcap"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem: self-attention of `tokens` in sequences of `seqlen`, bf16."""
+
+    head_dim: int
+    causal: bool
+    seqlen: int
+    softcap: bool = False
+    tokens: int = TOKENS
+    width: int = WIDTH
+
+    @property
+    def name(self) -> str:
+        """As the tables call it, "d128 causal 16k softcap"."""
+        length = f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
+        return f"d{self.head_dim} {'causal' if self.causal else 'full'} {length}{' softcap' if self.softcap else ''}"
+
+    @property
+    def batch(self) -> int:
+        return self.tokens // self.seqlen
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def flop(self) -> float:
+        """Floating-point operations: 4 * B * H * Sq * Sk * D, half of it when causal."""
+        full = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(head_dim=self.head_dim, causal=self.causal, softcap=self.softcap)
+
+
+@dataclass(frozen=True)
+class Result:
+    """TFLOP/s of each contestant, None for one that cannot do the row. `difference`: ||fagen - FA2|| / ||FA2||."""
+
+    row: Row
+    tflops: Mapping[str, float | None]
+    difference: float | None
+
+    def ratio(self, other: str) -> float | None:
+        """How many times as fast as `other` fagen is."""
+        ours, theirs = self.tflops.get(OURS), self.tflops.get(other)
+        return ours / theirs if ours and theirs else None
+
+
+@dataclass(frozen=True)
+class ForwardReport:
+    """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, by contestant."""
+
+    card: str
+    arch: str
+    torch: str
+    driver: str
+    results: tuple[Result, ...]
+    host_us: Mapping[str, float]
+
+
+def rows() -> tuple[Row, ...]:
+    """The rows of the forward table; those with softcap run against the same kernel without it."""
+    lengths = [
+        *((64, causal, 16384) for causal in (False, True)),
+        *((128, causal, seqlen) for causal in (False, True) for seqlen in (1024, 4096, 16384)),
+        *((256, causal, 16384) for causal in (False, True)),
+    ]
+    capped = [(128, True, 4096), (128, True, 16384), (256, True, 16384)]
+    return (*(Row(*row) for row in lengths), *(Row(*row, softcap=True) for row in capped))
+
+
+def run(
+    chosen: Sequence[Row],
+    *,
+    arch: str | None = None,
+    samples: int = 30,
+    on_done: Callable[[Row], None] = lambda row: None,
+) -> ForwardReport:
+    """Measures `chosen` on the current GPU: medians of `samples` timings by CUDA events.
+
+    Raises ToolchainError without a GPU that PyTorch can use, and what `fagen.load` raises.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ToolchainError("no GPU that PyTorch can use: fagen bench --forward measures on one (see fagen doctor)")
+    results = []
+    for row in chosen:
+        results.append(measure(row, arch=arch, samples=samples))
+        on_done(row)
+    from fagen.toolchain import driver_version
+
+    driver = driver_version()
+    return ForwardReport(
+        card=torch.cuda.get_device_name(),
+        arch=_load(chosen[0].spec, arch).kernel(torch.device("cuda", torch.cuda.current_device())).arch.name,
+        torch=torch.__version__,
+        driver="unknown" if driver is None else f"CUDA {driver[0]}.{driver[1]}",
+        results=tuple(results),
+        host_us=host_times(arch),
+    )
+
+
+def measure(row: Row, *, arch: str | None = None, samples: int = 30) -> Result:
+    """One row on the current GPU."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (row.batch, row.seqlen, row.heads, row.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    contestants = {OURS: _ours(row.spec, arch, q, k, v)}
+    if row.softcap:
+        plain = AttentionSpec(head_dim=row.head_dim, causal=row.causal)
+        contestants[PLAIN] = _ours(plain, arch, q, k, v)
+    else:
+        contestants |= _sdpa(q, k, v, row.causal)
+    outputs = {name: output for name, call in contestants.items() if (output := _first_call(name, call)) is not None}
+    seconds = take_turns({name: contestants[name] for name in outputs}, samples)
+    difference = None
+    if FA2 in outputs:
+        expected = outputs[FA2].transpose(1, 2).float()
+        difference = float(
+            torch.linalg.vector_norm(outputs[OURS].float() - expected) / torch.linalg.vector_norm(expected)
+        )
+    tflops = {name: row.flop / seconds[name] / 1e12 if name in seconds else None for name in contestants}
+    return Result(row, tflops, difference)
+
+
+def take_turns(contestants: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, float]:
+    """Median seconds of a call of each, by CUDA events: `samples` rounds of one call each, after three to warm up."""
+    import torch
+
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
+    for round_number in range(samples + 3):
+        for name, call in contestants.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            if round_number >= 3:
+                events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in events.items()}
+
+
+def host_times(arch: str | None = None, calls: int = 200, samples: int = 9) -> dict[str, float]:
+    """Microseconds that one call keeps the host busy, without autograd: B=1, S=128, 16 heads of d128."""
+    import torch
+
+    q, k, v = (torch.randn(1, 128, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q1, k1, v1 = (x.transpose(1, 2) for x in (q, k, v))
+    contestants: dict[str, Callable[[], Any]] = {
+        OURS: _ours(AttentionSpec(head_dim=128), arch, q, k, v),
+        "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(q1, k1, v1),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(samples):
+        for name, call in contestants.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            taken[name].append((time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return {name: statistics.median(values) * 1e6 for name, values in taken.items()}
+
+
+def markdown(report: ForwardReport, *, date: str, command: str) -> str:
+    """The report as a section of BENCHMARKS.md."""
+    lines = [
+        f"{report.card}, {date}, kernels for {report.arch}, PyTorch {report.torch}, driver for {report.driver}: "
+        f"`{command}`",
+        "",
+        f"bf16, {TOKENS} tokens, heads * d = {WIDTH}, TFLOP/s, medians of CUDA-event timings taken in turns.",
+        "",
+        *_markdown_table(
+            ("forward", OURS, FA2, CUDNN, f"{OURS} / {FA2}", f"{OURS} / {CUDNN}"),
+            [
+                (
+                    result.row.name,
+                    *(number(result.tflops.get(name)) for name in (OURS, FA2, CUDNN)),
+                    *(number(result.ratio(name), 2) for name in (FA2, CUDNN)),
+                )
+                for result in report.results
+                if not result.row.softcap
+            ],
+        ),
+        "",
+        *_markdown_table(
+            (f"forward, cap {SOFTCAP:g}", OURS, PLAIN, f"{OURS} / {PLAIN}"),
+            [
+                (
+                    result.row.name,
+                    *(number(result.tflops.get(name)) for name in (OURS, PLAIN)),
+                    number(result.ratio(PLAIN), 2),
+                )
+                for result in report.results
+                if result.row.softcap
+            ],
+        ),
+        "",
+        "Host time of one call, B=1, S=128: " + ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items()),
+    ]
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A cell of a table; "-" where there is no number."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *("---:" for _ in header[1:])]
+    return [f"| {' | '.join(line)} |" for line in (header, rule, *cells)]
+
+
+def _load(spec: AttentionSpec, arch: str | None) -> Any:
+    from fagen.ops import load
+
+    return load(spec, arch=arch, emulate=False)
+
+
+def _ours(
+    spec: AttentionSpec, arch: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[], Any]:
+    attention = _load(spec, arch)
+    values = {"softcap": SOFTCAP} if spec.softcap else {}
+    return lambda: attention(q, k, v, **values)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Callable[[], Any]]:
+    """PyTorch's backends on the same memory; each takes (B, H, S, D) views of it as they are."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q1, k1, v1 = (x.transpose(1, 2) for x in (q, k, v))
+
+    def with_backend(backend: SDPBackend) -> Callable[[], Any]:
+        def call() -> Any:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, is_causal=causal)
+
+        return call
+
+    return {FA2: with_backend(SDPBackend.FLASH_ATTENTION), CUDNN: with_backend(SDPBackend.CUDNN_ATTENTION)}
+
+
+def _first_call(name: str, call: Callable[[], Any]) -> Any:
+    """Output of the first call; None where a backend of PyTorch does not serve the row. Ours must."""
+    if name in (OURS, PLAIN):
+        return call()
+    try:
+        return call()
+    except RuntimeError:
+        return None
