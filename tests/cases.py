@@ -30,20 +30,15 @@ def _large(seqlen_q: int, seqlen_k: int, **more: Any) -> dict[str, Any]:
     return _at(seqlen_q, seqlen_k, large=True, **{"batch": 2, **_heads(8, 2), **more})
 
 
-# Lengths at the edges of 16-row fragments and of tiles of 64 and 128.
+# Lengths at the edges of 16-row fragments and of tiles of 64 and 128. The budget is that of a norm: a single row takes
+# more heads to make one.
 EDGES = [
-    (0, 5),
-    (1, 1),
-    (1, 129),
-    (2, 15),
-    (15, 2),
-    (16, 16),
-    (17, 64),
-    (63, 65),
-    (64, 63),
-    (65, 17),
-    (127, 1),
-    (129, 127),
+    *(
+        _at(q, k)
+        for q, k in [(0, 5), (1, 1), (2, 15), (15, 2), (16, 16), (17, 64), (63, 65), (64, 63), (65, 17), (127, 1)]
+    ),
+    _at(1, 129, **_heads(32, 16)),
+    _at(129, 127),
 ]
 LARGE = [_large(1024, 1024), _large(1, 4096), _large(2049, 517), _large(777, 3001)]
 
@@ -54,19 +49,19 @@ HEAD_DIMS = [
     *_rows(24, _at(65, 33), _at(3, 2)),
     *_rows(40, _at(17, 129), _at(70, 64, layout="sliced"), dtype="fp16"),
     *_rows(48, _at(64, 64)),
-    *_rows(64, *(_at(q, k) for q, k in EDGES), _at(5, 0), *LARGE),
+    *_rows(64, *EDGES, _at(5, 0), *LARGE),
     *_rows(64, _at(200, 200, batch=2, **_heads(4, 4)), _at(31, 33), *LARGE, dtype="fp16"),
     *_rows(72, _at(33, 70, layout="sliced"), _at(1, 1)),
     *_rows(80, _at(65, 65), dtype="fp16"),
     *_rows(96, _at(40, 100), _large(515, 515)),
     *_rows(112, _at(16, 80), dtype="fp16"),
-    *_rows(128, _at(64, 64), _at(1, 200, **_heads(8, 1)), _at(130, 63), *LARGE),
+    *_rows(128, _at(64, 64), _at(1, 200, **_heads(16, 1)), _at(130, 63), *LARGE),
     *_rows(128, _at(65, 127), *LARGE, dtype="fp16"),
     *_rows(136, _at(33, 33)),
     *_rows(160, _at(17, 65), dtype="fp16"),
     *_rows(192, _at(65, 64), _large(515, 1000)),
     *_rows(200, _at(20, 40), dtype="fp16"),
-    *_rows(256, _at(64, 65), _at(2, 130), *LARGE),
+    *_rows(256, _at(64, 65), _at(2, 130, **_heads(8, 4)), *LARGE),
     *_rows(256, _at(17, 17), _large(515, 515), dtype="fp16"),
 ]
 
@@ -75,7 +70,7 @@ HEAD_DIMS_V = [
     *_rows(128, _at(17, 65), dv=64, dtype="fp16"),
     *_rows(192, _at(64, 40), _large(1024, 1024), dv=128, causal=True),
     *_rows(8, _at(33, 33), dv=256),
-    *_rows(256, _at(20, 70), dv=8),
+    *_rows(256, _at(65, 70), dv=8),
     *_rows(40, _at(65, 17), dv=104, dtype="fp16", causal=True),
 ]
 
@@ -105,7 +100,7 @@ LAYOUTS = [
 ]
 
 CAUSAL = [
-    *_rows(64, *(_at(q, k) for q, k in EDGES), _at(200, 200), _at(40, 0), *LARGE, causal=True),
+    *_rows(64, *EDGES, _at(200, 200), _at(40, 0), *LARGE, causal=True),
     *_rows(128, _at(65, 65), _at(16, 80), _at(80, 16), _at(129, 64), *LARGE, causal=True, dtype="fp16"),
     *_rows(256, _at(40, 70), _large(515, 515), causal=True),
 ]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, specs
 from filelock import FileLock
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fagen
 from fagen.build import build
 from fagen.check import FLASH_FACTOR, OUTPUT_BUDGET, Case, compare_lse, compare_o, flash_error
 from fagen.plan import plan
+from fagen.spec import AttentionSpec
 from fagen.target import default_archs
 
 SMALL = [case for case in CASES if not case.large]
@@ -102,3 +106,47 @@ def test_a_batch_is_its_entries(id_: str) -> None:
     for b in range(2):
         alone = attn(*(x[b : b + 1] for x in (inputs.q, inputs.k, inputs.v)), **inputs.call)
         assert torch.equal(alone, both[b : b + 1])
+
+
+EVERYTHING = AttentionSpec(head_dim=64, causal=True, window=True, softcap=True, alibi=True, dropout=True)
+SIDE = st.one_of(st.just(-1), st.integers(0, 160))
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@given(
+    spec=st.sampled_from(
+        [AttentionSpec(head_dim=64, window=True), EVERYTHING, AttentionSpec(head_dim=64, dtype="fp16")]
+    ),
+    batch=st.integers(1, 2),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2)]),
+    seqlen_q=st.integers(0, 150),
+    seqlen_k=st.integers(0, 300),
+    window=st.tuples(SIDE, SIDE),
+    dropout_p=st.sampled_from([0.0, 0.2, 0.99]),
+    layout=st.sampled_from(["contiguous", "transposed", "sliced", "expanded"]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_call(
+    spec: AttentionSpec,
+    batch: int,
+    heads: tuple[int, int],
+    window: tuple[int, int],
+    dropout_p: float,
+    **sizes: Any,
+) -> None:
+    """Calls that nobody thought of: every element within its bound. The norm of so few is no measure."""
+    case = Case(
+        spec=spec,
+        batch=batch,
+        heads=heads[0],
+        heads_k=heads[1],
+        window=window if spec.window else None,
+        dropout_p=dropout_p if spec.dropout else None,
+        **sizes,
+    )
+    o, lse = call(case, "cpu")
+    expected_o, expected_lse = case.reference(case.inputs())
+    result = compare_o(o, expected_o, OUTPUT_BUDGET[spec.dtype])
+    assert result.elementwise <= 1 and result.error <= 2 * result.budget, result
+    assert compare_lse(lse, expected_lse).passed, compare_lse(lse, expected_lse)

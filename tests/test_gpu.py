@@ -27,7 +27,7 @@ SANITIZED = [
     "hdim64_bf16-b1h2k1-q129k127",
     "hdim64_bf16-b1h2k1-q5k0",
     "hdim72_bf16-b1h2k1-q33k70-sliced",
-    "hdim256_bf16-b1h2k1-q2k130",
+    "hdim256_bf16-b1h8k4-q2k130",
     *ORDERS[4:],
 ]
 
@@ -77,6 +77,7 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
         [program, "--tool", tool, sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"],
         capture_output=True,
         text=True,
+        check=False,
     )
     if "not supported" in probe.stdout + probe.stderr or probe.returncode:
         pytest.skip(f"compute-sanitizer does not work here: {(probe.stdout + probe.stderr)[-500:]}")
@@ -90,6 +91,7 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
+        check=False,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
