@@ -94,10 +94,17 @@ def build(
     asked = [_request(kernel, compiler, emulate) for kernel in kernels]
     done: dict[str, Artifact] = {}
 
+    errors_of_caller: list[OSError] = []
+
     def finish(artifact: Artifact) -> None:
         done[artifact.digest] = artifact
-        if on_done is not None:
+        if on_done is None:
+            return
+        try:
             on_done(artifact)
+        except OSError as error:  # a closed terminal, say: not the cache's fault
+            errors_of_caller.append(error)
+            raise
 
     missing: list[_Request] = []
     for request in {request.digest: request for request in asked}.values():
@@ -113,6 +120,8 @@ def build(
         try:
             _build_missing(missing, limit, finish, force)
         except OSError as error:
+            if error in errors_of_caller:
+                raise
             if error.errno not in _NO_SPACE:
                 raise CacheError(f"{error.filename or cache.cache_dir()}: {error.strerror}") from error
             raise _no_space() from error
@@ -125,6 +134,7 @@ def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> li
 
     Raises CacheError that names the missing kernel and the command which builds it.
     """
+    env.compiler()  # a bad value is an error, and not the lack of a compiler
     try:
         compiler: toolchain.Compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
     except ToolchainError:
@@ -297,17 +307,20 @@ def _ninja(todo: Sequence[_Request], scratch: Path, jobs: int) -> _Outcomes:
     # nvcc breaks on a temporary directory with a space or `$` in its path; "." is the folder of the edge.
     environment = env.for_compilers() | {"NINJA_STATUS": "", "TMPDIR": "."}
     waiting = dict(enumerate(todo))
-    process = subprocess.Popen(
-        command,
-        cwd=scratch,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C comes to this process alone, which stops ninja in order
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=scratch,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C comes to this process alone, which stops ninja in order
+        )
+    except OSError as error:
+        raise ToolchainError(f"{command[0]} does not start: {error.strerror}") from error
     assert process.stdout is not None
     said: list[str] = []
     try:
@@ -458,12 +471,15 @@ def _available_memory() -> int | None:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         if match:
             bounds.append(int(match[1]) * 1024)
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, usage, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        with suppress(OSError, ValueError):  # "max" is no number: no limit
-            bounds.append(max(0, int(Path(limit).read_text()) - int(Path(usage).read_text())))
+        with suppress(OSError, ValueError):  # a limit of "max" is no number
+            group = Path(folder)
+            free = int((group / limit).read_text()) - int((group / usage).read_text())
+            reclaimable = re.search(rf"^{cached} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+            bounds.append(max(0, free + (int(reclaimable[1]) if reclaimable else 0)))
     return min(bounds) if bounds else None
 
 

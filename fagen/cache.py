@@ -386,6 +386,7 @@ def clean(predicate: Callable[[Artifact], bool] | None = None) -> tuple[int, int
                     bytes_here = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                     with staging(root) as scratch:
                         _discard(path, scratch)
+                    (root / _LOCKS / f"{path.name}.lock").unlink(missing_ok=True)
                 removed += 1
                 freed += bytes_here
         except OSError as error:
@@ -425,7 +426,7 @@ def _doubt(path: Path) -> str | None:
         )
     sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
     others = state.st_mode & stat.S_IWOTH
-    group = state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_gid, me)
+    group = state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_gid, state.st_uid)
     if (others or group) and not sticky:
         who = "everybody" if others else f"group {state.st_gid}"
         return f"{path} is writable by {who}, and libraries for the CPU are loaded from it: chmod go-w '{path}'"
@@ -455,8 +456,11 @@ def _user_dir() -> Path | None:
     """The user's cache directory; None for a user without a home."""
     import platformdirs
 
-    path = platformdirs.user_cache_path("fagen")
-    return path if path.is_absolute() else None
+    try:
+        path = platformdirs.user_cache_path("fagen")
+    except RuntimeError:
+        return None
+    return path if path.is_absolute() else None  # older releases answer with a literal ~
 
 
 def _temporary_dir() -> Path:

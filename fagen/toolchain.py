@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,16 @@ class NvrtcCompiler:
     def command(self, arch: Arch, source: str, binary: str) -> list[str]:
         # Isolated, without site-packages: the module needs none, and Python starts in 10 ms.
         module = str(Path(__file__).with_name("nvrtc.py"))
-        return [sys.executable, "-I", "-S", module, str(self.library), source, binary, *self.flags(arch)]
+        return [
+            sys.executable,
+            "-I",
+            "-S",
+            module,
+            str(self.library),
+            source,
+            binary,
+            *self.flags(arch),
+        ]
 
     def check(self, arch: Arch) -> None:
         numbers = (str(number) for number in Nvrtc(str(self.library)).architectures())
@@ -210,7 +220,7 @@ def find_nvcc() -> NvccCompiler | None:
         *(toolkit / "bin" / "nvcc" for toolkit in _TOOLKITS),
     ]
     for candidate in candidates:
-        if os.access(candidate, os.X_OK) and candidate.is_file():
+        if _is_program(candidate):
             return _nvcc_at(candidate, "nvcc")
     return None
 
@@ -219,10 +229,12 @@ def find_host_compiler() -> HostCompiler:
     """The C++ compiler of emulated kernels: FAGEN_CXX, CXX, c++, g++, clang++. Raises ToolchainError."""
     asked = env.cxx()
     if asked is not None:
-        variable, words = asked
-        if shutil.which(words[0]) is None:
-            raise ToolchainError(f"{variable}={' '.join(words)!r}: {words[0]!r} is not an executable")
-        return _host(tuple(words))
+        variable, (program, *options) = asked
+        resolved = shutil.which(program)
+        if resolved is None:
+            raise ToolchainError(f"{variable}={shlex.join([program, *options])!r}: {program!r} is not an executable")
+        # A name stays a name; a path must hold in the directory where ninja runs.
+        return _host((os.path.abspath(resolved) if os.sep in program else program, *options))
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name) is not None:
             return _host((name,))
@@ -239,7 +251,7 @@ def find_ninja() -> Path:
         if root.name in ("site-packages", "dist-packages") and len(root.parents) > 2:
             candidates.append(root.parents[2] / "bin" / "ninja")  # where pip puts the program of a package there
     for candidate in candidates:
-        if candidate.is_file() and os.access(candidate, os.X_OK):
+        if _is_program(candidate):
             return candidate
     on_path = shutil.which("ninja") or shutil.which("ninja-build")
     if on_path is not None:
@@ -258,6 +270,10 @@ def driver_version() -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return number.value // 1000, number.value % 1000 // 10
+
+
+def _is_program(path: Path) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)  # unlike Path.is_file, False in an unreadable folder
 
 
 def _check(what: str, version: str, arch: Arch, numbers: Sequence[str]) -> None:
@@ -297,10 +313,12 @@ def _package_folders(kind: str, old_name: str) -> Iterator[Path]:
     """Folders `kind` ("lib", "bin") of NVIDIA's pip packages: of CUDA 13 and newer together, of CUDA 12 one a package."""
     for root in sys.path:
         nvidia = Path(root or ".") / "nvidia"
-        if not nvidia.is_dir():
-            continue
-        toolkits = (re.fullmatch(r"cu(\d+)", entry.name) for entry in nvidia.iterdir())
-        for match in sorted((match for match in toolkits if match), key=lambda match: int(match[1]), reverse=True):
+        toolkits = (re.fullmatch(r"cu(\d+)", entry.name) for entry in nvidia.glob("cu*"))
+        for match in sorted(
+            (match for match in toolkits if match),
+            key=lambda match: int(match[1]),
+            reverse=True,
+        ):
             yield nvidia / match[0] / kind
         yield nvidia / old_name / kind
 
@@ -417,7 +435,13 @@ def _output(command: Sequence[str]) -> str:
 def _output_of(command: tuple[str, ...], _mtime: int, _inode: int) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=60, env=env.for_compilers(), check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            env=env.for_compilers(),
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"{' '.join(command)}: {error}") from error

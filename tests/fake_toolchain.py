@@ -82,8 +82,13 @@ def render(kernel: FakeKernel, target: str) -> str:
     return f"// {kernel.slug} {target}\n{kernel.text}\n"
 
 
-def kernels(names: Sequence[str]) -> list[FakeKernel]:
-    return [FakeKernel(slug=f"fwd_{name}_sm90", spec=FakeSpec(name)) for name in names]
+def make_kernel(**fields: Any) -> Any:
+    """A FakeKernel, typed so that it passes for a KernelPlan."""
+    return FakeKernel(**fields)
+
+
+def kernels(names: Sequence[str]) -> list[Any]:
+    return [make_kernel(slug=f"fwd_{name}_sm90", spec=FakeSpec(name)) for name in names]
 
 
 def elf(symbol: str, dynamic: bool = False) -> bytes:
@@ -119,23 +124,23 @@ class Stub:
         self.path = path
         folder = path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        self._count = folder / f"{path.name}.count"
+        self.count_file = folder / f"{path.name}.count"
         self.pid_file = folder / f"{path.name}.pid"
-        parts = {
-            "log": "" if host else PTXAS_LOG,
+        parts: dict[str, bytes] = {
+            "log": b"" if host else PTXAS_LOG.encode(),
             "binary": elf("fagen_emulate_launch" if host else "fagen_fwd", dynamic=host),
             "nameless": elf("other", dynamic=host),
         }
         names = {}
         for name, content in parts.items():
             file = folder / f"{path.name}.{name}"
-            file.write_bytes(content.encode() if isinstance(content, str) else content)
+            file.write_bytes(content)
             names[name] = shlex.quote(str(file))
         path.write_text(
             _STUB.format(
                 version=shlex.quote(version if host else nvcc_version(version)),
                 architectures=arches,
-                count=shlex.quote(str(self._count)),
+                count=shlex.quote(str(self.count_file)),
                 pid=shlex.quote(str(self.pid_file)),
                 **names,
             )
@@ -145,12 +150,12 @@ class Stub:
     @property
     def compiled(self) -> int:
         """How many files it has been asked to compile."""
-        return len(self._count.read_text().splitlines()) if self._count.exists() else 0
+        return len(self.count_file.read_text().splitlines()) if self.count_file.exists() else 0
 
 
 def script(body: str) -> list[str]:
     """A command that runs `body` in a fresh Python, with this module imported as `fake` and its renderer in place."""
-    head = "import fake_toolchain as fake\nfrom fagen import build, cache\nbuild.renderer.render = fake.render\n"
+    head = "import fake_toolchain as fake, fagen.render\nfrom fagen import build, cache\nfagen.render.render = fake.render\n"
     return [sys.executable, "-c", head + body]
 
 
