@@ -72,7 +72,7 @@ class EmulatedKernel:
         """Runs `grid` blocks of `threads` threads, each with `smem_bytes` of shared memory, and waits for them.
 
         `params` are the bytes of the kernel's parameter struct. `ranges` are (address, bytes, writable) of every tensor
-        that the kernel may touch, exact to the byte; what lies in them must stay alive and in place. `seed` shuffles the
+        that the kernel may touch, exact to the byte; the tensors must stay alive and in place. `seed` shuffles the
         order in which threads run between barriers; 0 is lane order, None takes FAGEN_EMULATE_SEED or else 0. A kernel
         without races gives the same result for every seed. The GIL is released meanwhile.
 
@@ -102,11 +102,13 @@ class EmulatedKernel:
             raise LaunchError(self._quote(message.value.decode(errors="replace")))
 
     def _quote(self, message: str) -> str:
-        """The message followed by the source lines that it names, where the source can be read."""
+        """The message, then the source lines that it names, where the source can be read, and where they are."""
         try:
             source = self._source.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             return message
-        numbers = dict.fromkeys(int(number) for number in _LINE.findall(message))
-        quotes = [f"{number:>6} | {source[number - 1]}" for number in numbers if 0 < number <= len(source)]
-        return "\n".join([message, *quotes])
+        numbers = [number for number in map(int, dict.fromkeys(_LINE.findall(message))) if 0 < number <= len(source)]
+        if not numbers:
+            return message
+        quotes = [f"{number:>6} | {source[number - 1]}" for number in numbers]
+        return "\n".join([message, *quotes, f"  in {self._source}"])

@@ -74,11 +74,11 @@ EXPECTED = [
     ("shared_misaligned", 1, 3, "reads 16 bytes at shared byte 8, which is misaligned"),
     ("ldmatrix_misaligned", 0, 9, "reads 16 bytes at shared byte 152, which is misaligned"),
     ("copy_misaligned", 1, 3, "reads 16 bytes of global memory at 0x.* misaligned"),
-    ("barrier_after_exit", 1, 5, "barrier at line .*: 1 threads never reach it; e.g. warp 1, lane 5 has exited"),
-    ("barrier_against_syncwarp", 0, 10, "1 threads never reach it; e.g. warp 0, lane 10 waits at __syncwarp"),
+    ("barrier_after_exit", 1, 5, "barrier at line .*: 1 thread never reaches it; e.g. warp 1, lane 5 has exited"),
+    ("barrier_against_syncwarp", 0, 10, "1 thread never reaches it; e.g. warp 0, lane 10 waits at __syncwarp"),
     ("two_barriers", 1, 16, "divergent barrier.*warp 0, lane 0 waits"),
     ("divergent_shuffle", 0, 31, "divergence.*while lane 0 waits at __shfl_xor_sync"),
-    ("collective_after_exit", 1, 12, "ldmatrix_x4 at line .*: 1 lanes of the warp never reach it.*lane 12 has exited"),
+    ("collective_after_exit", 1, 12, "ldmatrix_x4 at line .*: 1 thread never reaches it.*lane 12 has exited"),
     ("mask_without_caller", 1, 3, "leaves out the calling lane"),
     ("shuffle_from_outside", 0, 0, "shuffle from lane 8, which takes no part"),
     ("unwritten", 1, 30, r"reads shared byte 1008 \(of 1024\), which no thread has written"),
@@ -98,7 +98,7 @@ def test_a_fault_names_kernel_line_block_warp_and_lane(
     message = faults.message(name)
     line = faults.line(name)
     assert message.startswith(f"faults, line {line}: block 1, warp {warp}, lane {lane}: ")
-    assert re.search(text, message)
+    assert re.search(text, message, re.DOTALL)
     assert f"{line} | {faults.source[line - 1]}" in message  # the line itself is quoted
 
 
@@ -149,7 +149,11 @@ def test_every_order_gives_the_same_result(pipeline: EmulatedKernel) -> None:
 
 BREAKS = [
     ("cp_async_wait<1>();", "cp_async_wait<2>();", "has not landed"),
-    ("__syncthreads();  // this stage has landed", "// this stage has landed", "read-after-write race|no thread has written"),
+    (
+        "__syncthreads();  // this stage has landed",
+        "// this stage has landed",
+        "read-after-write race|no thread has written",
+    ),
     ("__syncthreads();  // all have read", "// all have read", "write-after-read race|has not landed"),
     ("row < rows);", "true);", "out of bounds"),
     ("TILE_N, params.n - n0", "TILE_N - 1, params.n - n0", "no thread has written"),
@@ -157,12 +161,12 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("right", "wrong", "text"), BREAKS)
-def test_a_right_kernel_made_wrong_is_caught_in_every_order(
-    tmp_path: Path, right: str, wrong: str, text: str
-) -> None:
+def test_a_right_kernel_made_wrong_is_caught_in_every_order(tmp_path: Path, right: str, wrong: str, text: str) -> None:
     source = assemble("pipeline")
     assert source.count(right) == 1
-    kernel = EmulatedKernel(compile_kernel("pipeline", tmp_path / "broken", source=source.replace(right, wrong)), "pipeline")
+    kernel = EmulatedKernel(
+        compile_kernel("pipeline", tmp_path / "broken", source=source.replace(right, wrong)), "pipeline"
+    )
     for seed in (0, 1, 2):
         with pytest.raises(LaunchError, match=text):
             check_product(kernel, seed)

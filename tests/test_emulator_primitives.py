@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +36,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 def bits(x: Tensor) -> Tensor:
     """The 16 or 32 bits of each element, as int64."""
     integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
-    return x.view(integer).long() & (2 ** (8 * x.element_size()) - 1)
+    patterns: Tensor = x.view(integer).long() & (2 ** (8 * x.element_size()) - 1)
+    return patterns
 
 
 def words(x: Tensor) -> Tensor:
@@ -128,7 +128,9 @@ def floats() -> Tensor:
     ties = torch.cat([ties | 0x8000, ties | 0x7FFF, ties | 0x1000, ties | 0x3000])
     patterns = torch.cat([patterns & 0xFFFFFFFF, ties])
     patterns = torch.where(patterns >= 2**31, patterns - 2**32, patterns).int()
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 65504, 65519.99, 65520, 2.0**-14, 2.0**-24, 2.0**-25])
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, math.nan, 65504, 65519.99, 65520, 2.0**-14, 2.0**-24, 2.0**-25]
+    )
     return torch.cat([patterns.view(torch.float32), special, torch.linspace(-20, 20, 4001)])
 
 

@@ -35,7 +35,7 @@ __attribute__((noinline)) static void find_range(Fiber& self, u64 address, u32 b
               address);
     const Range& range = launch.ranges[nearest];
     fault(self, line,
-          "%s %u bytes of global memory %s: byte %lld of range %u (%llu bytes, %s), address 0x%llx. Look for %s.",
+          "%s %u bytes of global memory %s: byte %lld of range %u (%llu bytes, %s), address 0x%llx.\n  Look for %s.",
           doing, bytes, read_only ? "that is read-only" : "out of bounds", (long long)(address - range.address),
           nearest, range.bytes, range.writable ? "writable" : "read-only", address,
           read_only ? "an output pointer that is an input" : "a missing bounds check, or a wrong stride or offset");

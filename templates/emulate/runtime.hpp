@@ -11,15 +11,15 @@
 //   -std=c++17 -O2 -fPIC -shared -pthread
 //   -fvisibility=hidden  several libraries made from this text are loaded side by side: only the launch is exported
 //   -ffp-contract=off    a multiply and an add stay two roundings, as in the text, on machines with and without FMA
-//   -fno-exceptions -fno-rtti -fno-stack-protector  none is used; shorter to build and quicker to run
 //   -Wno-unknown-pragmas `#pragma unroll` is for the device compiler
 // Only C headers that are light: libstdc++'s <math.h> alone would take longer to read than a kernel.
 
 // Its longjmp refuses to leave for another stack, which is what a fiber does.
 #undef _FORTIFY_SOURCE
 #if defined(__APPLE__) && !defined(_XOPEN_SOURCE)
-#define _XOPEN_SOURCE 700  // ucontext is hidden without it
-#define _DARWIN_C_SOURCE   // and MAP_ANON with it
+#define _XOPEN_SOURCE 700                                     // ucontext is hidden without it
+#define _DARWIN_C_SOURCE                                      // and MAP_ANON with it
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"  // of ucontext, which macOS keeps but no longer likes
 #endif
 
 #include <pthread.h>
@@ -206,27 +206,29 @@ __attribute__((noreturn, noinline, cold, format(printf, 3, 4))) static void faul
     _longjmp(block.home, 1);
 }
 
-static void describe(const Fiber& fiber, char* text, size_t bytes) {
-    append(text, bytes, "warp %u, lane %u ", fiber.warp->index, fiber.lane);
-    if (fiber.exited)
-        append(text, bytes, "has exited");
-    else
-        append(text, bytes, "waits at %s, line %d", fiber.wait.at, fiber.wait.line);
+static void describe(const Fiber& fiber, bool several, char* text, size_t bytes) {
+    const Wait& wait = fiber.wait;
+    if (fiber.exited) return append(text, bytes, "%s exited", several ? "have" : "has");
+    append(text, bytes, "%s at %s, line %d", several ? "wait" : "waits", wait.at, wait.line);
+    if (wait.mask && wait.mask != ALL_LANES) append(text, bytes, " (mask 0x%08x)", wait.mask);
 }
 
 static bool waits_with(const Fiber& a, const Fiber& b) {
-    return a.exited == b.exited && (a.exited || (a.wait.at == b.wait.at && a.wait.line == b.wait.line));
+    if (a.exited || b.exited) return a.exited && b.exited;
+    return a.wait.at == b.wait.at && a.wait.line == b.wait.line && a.wait.mask == b.wait.mask;
 }
 
 // Nobody can run and somebody waits: names what is waited for, one thread that never comes, and where all the others
 // are.
 __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& block) {
     const u32 threads = block.launch->threads;
-    const Fiber* waiting = block.at_barrier ? block.first_at_barrier : nullptr;
-    for (u32 i = 0; i < threads && !waiting; i++)
-        if (!block.fibers[i].exited) waiting = &block.fibers[i];
-
     const bool barrier = block.at_barrier != 0;
+    const Fiber* waiting = block.first_at_barrier;
+    for (u32 i = 0; i < threads && !barrier; i++) {
+        waiting = &block.fibers[i];
+        if (!waiting->exited) break;
+    }
+
     const u32 first = barrier ? 0 : waiting->warp->index * LANES;
     const Fiber* missing = nullptr;
     u32 n_missing = 0;
@@ -236,9 +238,11 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
         if (!missing) missing = &fiber;
         n_missing++;
     }
+    if (!missing) missing = waiting;
 
-    char who[160] = "";
-    if (missing) describe(*missing, who, sizeof who);
+    char who[256] = "";
+    append(who, sizeof who, "warp %u, lane %u ", missing->warp->index, missing->lane);
+    describe(*missing, false, who, sizeof who);
     char groups[1024] = "";
     for (u32 i = 0; i < threads; i++) {
         const Fiber& fiber = block.fibers[i];
@@ -247,15 +251,16 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
         if (seen) continue;
         u32 count = 0;
         for (u32 j = i; j < threads; j++) count += waits_with(block.fibers[j], fiber);
-        append(groups, sizeof groups, "\n  %u of %u threads like ", count, threads);
-        describe(fiber, groups, sizeof groups);
+        append(groups, sizeof groups, "\n  %u of %u threads ", count, threads);
+        describe(fiber, count > 1, groups, sizeof groups);
+        append(groups, sizeof groups, "; the first is warp %u, lane %u", fiber.warp->index, fiber.lane);
     }
-    fault(
-        missing ? *missing : *waiting, waiting->wait.line,
-        "deadlock: %s at line %d: %u %s never reach it; e.g. %s. Look for a branch or a return around it that not all "
-        "of them take.%s",
-        barrier ? "barrier" : waiting->wait.at, waiting->wait.line, n_missing,
-        barrier ? "threads" : "lanes of the warp", who, groups);
+    fault(*missing, waiting->wait.line,
+          "%s at line %d: %u thread%s never reach%s it; e.g. %s%s\n  Look for a branch or a return around it that not "
+          "all "
+          "threads take.",
+          barrier ? "barrier" : waiting->wait.at, waiting->wait.line, n_missing, n_missing == 1 ? "" : "s",
+          n_missing == 1 ? "es" : "", who, groups);
 }
 
 // ---- Fibers and their order
@@ -337,7 +342,8 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
     Fiber& self = *current;
     Warp& warp = *self.warp;
     if (!(mask >> self.lane & 1))
-        fault(self, line, "%s with mask 0x%08x, which leaves out the calling lane. Look for a wrong mask.", name, mask);
+        fault(self, line, "%s with mask 0x%08x, which leaves out the calling lane.\n  Look for a wrong mask.", name,
+              mask);
     self.wait = {name, line, mask};
     self.operands = operands;
     warp.waiting |= 1u << self.lane;
@@ -349,7 +355,7 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
         } else if (other.wait.line != line || other.wait.at != name) {
             fault(self, line,
                   "divergence: this lane is at %s, line %d, while lane %u waits at %s, line %d. A warp's lanes must "
-                  "reach the same call. Look for a branch whose condition differs within the warp.",
+                  "reach the same call.\n  Look for a branch whose condition differs within the warp.",
                   name, line, other.lane, other.wait.at, other.wait.line);
         }
     }
@@ -388,7 +394,7 @@ static void shuffle(Warp& warp, u32 mask, int line) {
         Shuffle& mine = *(Shuffle*)fiber.operands;
         if (mine.source >= LANES || !(mask >> mine.source & 1))
             fault(fiber, line,
-                  "shuffle from lane %u, which takes no part (mask 0x%08x). Look for a wrong mask or offset.",
+                  "shuffle from lane %u, which takes no part (mask 0x%08x).\n  Look for a wrong mask or offset.",
                   mine.source, mask);
         mine.value = values[mine.source];
     }
@@ -404,7 +410,7 @@ static void block_barrier(int line) {
         fault(self, line,
               "divergent barrier: this thread is at the __syncthreads of line %d, while warp %u, lane %u waits at that "
               "of "
-              "line %d. Look for a branch whose condition differs within the block.",
+              "line %d.\n  Look for a branch whose condition differs within the block.",
               line, first.warp->index, first.lane, first.wait.line);
     if (block.at_barrier < block.launch->threads) return suspend(self);
     block.at_barrier = 0;
@@ -412,87 +418,6 @@ static void block_barrier(int line) {
     for (u32 i = 0; i < block.launch->threads; i++) block.fibers[i].wait.at = nullptr;
     for (u32 i = 0; i < block.n_warps; i++) make_ready(block, block.warps[i], ALL_LANES);
     switch_to(self, choose(block, 0, 0));
-}
-
-// ---- A block, from its beginning to its end
-// --------------------------------------------------------------------------
-
-static void destroy(Block& block) {
-    if (block.stacks) munmap(block.stacks, block.stacks_bytes);
-    for (u32 i = 0; block.fibers && i < block.launch->threads; i++) free(block.fibers[i].copies);
-    free(block.fibers);
-    free(block.shared);
-    free(block.shadow);
-}
-
-// Memory and fibers for the blocks that one OS thread runs. False: out of memory.
-static bool create(Block& block, Launch& launch) {
-    memset(&block, 0, sizeof block);
-    block.launch = &launch;
-    block.dim = {launch.threads, 1, 1};
-    block.grid = {launch.grid, 1, 1};
-    block.n_warps = launch.threads / LANES;
-    const size_t words = (launch.shared_bytes + 3) / 4;
-    block.fibers = (Fiber*)realloc(nullptr, launch.threads * sizeof(Fiber));
-    block.shared = (u8*)realloc(nullptr, words * 4 + 16);
-    block.shadow = (Word*)realloc(nullptr, (words + 1) * sizeof(Word));
-    if (!block.fibers || !block.shared || !block.shadow) return false;
-    memset(block.fibers, 0, launch.threads * sizeof(Fiber));
-    memset(block.shadow, 0, (words + 1) * sizeof(Word));
-
-    // A guard page below each stack turns an overflow into a fault at once instead of a neighbour's wrong numbers.
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const size_t stride = page + (STACK_BYTES + page - 1) / page * page;
-    block.stacks_bytes = launch.threads * stride;
-    void* stacks = mmap(nullptr, block.stacks_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (stacks == MAP_FAILED) return false;
-    block.stacks = stacks;
-    for (u32 i = 0; i < launch.threads; i++) {
-        Fiber& fiber = block.fibers[i];
-        fiber.thread_idx = {i, 0, 0};
-        fiber.lane = i % LANES;
-        fiber.warp = &block.warps[i / LANES];
-        fiber.block = &block;
-        char* stack = (char*)stacks + i * stride;
-        mprotect(stack, page, PROT_NONE);
-        ucontext_t context;
-        getcontext(&context);
-        context.uc_stack.ss_sp = stack + page;
-        context.uc_stack.ss_size = stride - page;
-        context.uc_link = nullptr;
-        makecontext(&context, fiber_main, 0);
-        current = &fiber;
-        swapcontext(&block.boot, &context);
-    }
-    return true;
-}
-
-// False: it ended with a fault, and the fibers cannot be used again.
-static bool run_block(Block& block, u32 index) {
-    Launch& launch = *block.launch;
-    if (block.tick > IN_FLIGHT / 2) {  // no run has come this far, but then no record may outlive the count
-        memset(block.shadow, 0, (launch.shared_bytes + 3) / 4 * sizeof(Word));
-        block.tick = 0;
-    }
-    block.index = {index, 0, 0};
-    block.started = block.ordered = ++block.tick;
-    block.running = launch.threads;
-    block.random = launch.seed * 0xd1342543de82ef95ull + index;
-    for (u32 i = 0; i < (launch.shared_bytes + 3) / 4; i++) memcpy(block.shared + 4 * i, &POISON, 4);
-    for (u32 i = 0; i < launch.threads; i++) {
-        Fiber& fiber = block.fibers[i];
-        fiber.exited = false;
-        fiber.first_copy = fiber.n_copies = fiber.group = 0;
-    }
-    for (u32 i = 0; i < block.n_warps; i++) {
-        block.warps[i] = {i, 0, 0, block.started, &block.fibers[i * LANES]};
-        make_ready(block, block.warps[i], ALL_LANES);
-    }
-    if (!_setjmp(block.home)) {
-        current = choose(block, 0, 0);
-        _longjmp(current->context, 1);
-    }
-    return block.running == 0;
 }
 
 }  // namespace emu

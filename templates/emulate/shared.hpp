@@ -19,7 +19,7 @@ __attribute__((noreturn, noinline, cold)) static void race(const Fiber& self, co
                                                            u32 word, u32 other, const char* did, u32 other_line,
                                                            int line) {
     fault(self, line,
-          "%s race: %s shared byte %u, which warp %u, lane %u %s at line %u, with no barrier in between. Look for a "
+          "%s race: %s shared byte %u, which warp %u, lane %u %s at line %u, with no barrier in between.\n  Look for a "
           "missing %s.",
           kind, doing, word * 4, other / LANES, other % LANES, did, other_line, missing_barrier(self, other));
 }
@@ -31,14 +31,15 @@ __attribute__((noinline)) static void check_read(const Fiber& self, u32 word, in
     if (w.write_tick == IN_FLIGHT)
         fault(self, line,
               "reads shared byte %u, to which warp %u, lane %u issued an asynchronous copy at line %u that has not "
-              "landed. Look for a missing cp_async_wait (in the issuing thread, then __syncthreads()), or one that "
+              "landed.\n  Look for a missing cp_async_wait (in the issuing thread, then __syncthreads()), or one that "
               "waits for too few groups.",
               word * 4, w.writer / LANES, w.writer % LANES, w.write_line);
     if (w.write_tick < block.started)
-        fault(self, line,
-              "reads shared byte %u (of %u), which no thread has written. Look for a tile that is not loaded, or not "
-              "loaded whole.",
-              word * 4, block.launch->shared_bytes);
+        fault(
+            self, line,
+            "reads shared byte %u (of %u), which no thread has written.\n  Look for a tile that is not loaded, or not "
+            "loaded whole.",
+            word * 4, block.launch->shared_bytes);
     if (!ordered_before(self, w.writer, w.write_tick))
         race(self, "read-after-write", "reads", word, w.writer, "wrote", w.write_line, line);
 }
@@ -63,7 +64,7 @@ static void check_write(const Fiber& self, u32 word, int line) {
     if (w.write_tick == IN_FLIGHT)
         fault(self, line,
               "writes shared byte %u, to which warp %u, lane %u issued an asynchronous copy at line %u that has not "
-              "landed. Look for a missing cp_async_wait, or a stage that is filled again too early.",
+              "landed.\n  Look for a missing cp_async_wait, or a stage that is filled again too early.",
               word * 4, w.writer / LANES, w.writer % LANES, w.write_line);
     if (w.write_tick >= block.started && !ordered_before(self, w.writer, w.write_tick))
         race(self, "write-after-write", "writes", word, w.writer, "wrote", w.write_line, line);
@@ -76,10 +77,11 @@ static void check_write(const Fiber& self, u32 word, int line) {
 static inline u32 shared_offset(const Fiber& self, u32 address, u32 bytes, const char* doing, int line) {
     const u32 offset = address - SHARED_BASE, size = self.block->launch->shared_bytes;
     if (__builtin_expect(offset >= size || size - offset < bytes, 0))
-        fault(self, line,
-              "%s %u bytes at shared byte %d, out of bounds: the block has %u. Look for an index past the tile, or a "
-              "launch with too little shared memory.",
-              doing, bytes, (int)offset, size);
+        fault(
+            self, line,
+            "%s %u bytes at shared byte %d, out of bounds: the block has %u.\n  Look for an index past the tile, or a "
+            "launch with too little shared memory.",
+            doing, bytes, (int)offset, size);
     if (__builtin_expect(offset % bytes, 0))
         fault(self, line, "%s %u bytes at shared byte %u, which is misaligned: it must be a multiple of %u.", doing,
               bytes, offset, bytes);
