@@ -113,7 +113,7 @@ def test_long_slugs_stay_apart() -> None:
 def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAGEN_CACHE_DIR", str(tmp_path))
     assert cache.cache_dir() == tmp_path
-    monkeypatch.delenv("FAGEN_CACHE_DIR")
+    monkeypatch.delenv("FAGEN_CACHE_DIR", raising=False)
     monkeypatch.setattr(cache, "_checkout", lambda: tmp_path / "tree")
     assert cache.cache_dir() == tmp_path / "tree" / "generated"
     monkeypatch.setattr(cache, "_checkout", lambda: None)
@@ -370,7 +370,7 @@ def test_default_cache_of_another_user_gives_way(
     root: Path, host: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkout that belongs to somebody else, as in a container: the kernels go to the user's own directory."""
-    monkeypatch.delenv("FAGEN_CACHE_DIR")
+    monkeypatch.delenv("FAGEN_CACHE_DIR", raising=False)
     tree = tmp_path / "tree"
     (tree / "generated").mkdir(parents=True)
     (tree / "generated").chmod(0o777)

@@ -85,7 +85,7 @@ def test_cxx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("FAGEN_CACHE_DIR")
+    monkeypatch.delenv("FAGEN_CACHE_DIR", raising=False)
     assert env.cache_dir() is None
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FAGEN_CACHE_DIR", "~/kernels")
