@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
-from fagen.arch import resolve, sm80
+from fagen.arch import Arch, resolve, sm80
 from fagen.emulator import EmulatedKernel
 from fagen.render import environment, template_dir
-from fagen.toolchain import find_host_compiler
+from fagen.toolchain import Compiler, find_cuda_compiler, find_host_compiler
 
 HERE = Path(__file__).parent
 
@@ -32,17 +32,36 @@ def assemble(name: str) -> str:
 
 
 def compile_kernel(name: str, directory: Path, *, source: str | None = None) -> Path:
-    """Compiles the kernel `name` (or `source` in its place) in `directory` and returns the library."""
-    directory.mkdir(parents=True)
-    text = directory / "kernel.cpp"
-    text.write_text(source or assemble(name), encoding="utf-8")
-    library = directory / "kernel.so"
-    compiler = find_host_compiler()
-    done = subprocess.run(
-        compiler.command(resolve("sm80"), str(text), str(library)), capture_output=True, text=True, check=False
+    """Compiles the kernel `name` (or `source` in its place) for the CPU in `directory` and returns the library."""
+    return _compile(
+        find_host_compiler(), source or assemble(name), directory, "kernel.cpp", "kernel.so", resolve("sm80")
     )
-    assert done.returncode == 0, done.stderr
-    return library
+
+
+def compile_cuda(name: str, directory: Path, arch: Arch) -> Path:
+    """Compiles the same body behind the PTX primitives for a GPU and returns the binary."""
+    ptx = template_dir() / "ptx"
+    headers = [(ptx / f"{primitive}.cuh").read_text(encoding="utf-8") for primitive in sm80.PRIMITIVES]
+    return _compile(
+        find_cuda_compiler(), "\n".join([*headers, body(name)]), directory, "kernel.cu", "kernel.cubin", arch
+    )
+
+
+def _compile(compiler: Compiler, source: str, directory: Path, text: str, binary: str, arch: Arch) -> Path:
+    directory.mkdir(parents=True)
+    (directory / text).write_text(source, encoding="utf-8")
+    command = compiler.command(arch, str(directory / text), str(directory / binary))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory / binary
+
+
+def pack(arguments: Sequence[torch.Tensor | int]) -> bytes:
+    """The bytes of Params: the members in order, tensors (as pointers) first."""
+    values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+    kinds = "".join("Q" if isinstance(value, torch.Tensor) else "i" for value in arguments)
+    params = struct.pack(f"<{kinds}", *values)
+    return params.ljust(-(-len(params) // 8) * 8, b"\0")
 
 
 def launch(
@@ -55,9 +74,6 @@ def launch(
     seed: int = 0,
 ) -> None:
     """Launches with `arguments` as the members of Params, tensors first. Those at the places `read_only` are inputs."""
-    values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
-    kinds = "".join("Q" if isinstance(value, torch.Tensor) else "i" for value in arguments)
-    params = struct.pack(f"<{kinds}", *values)
     ranges = [
         (value.data_ptr(), value.numel() * value.element_size(), index not in read_only)
         for index, value in enumerate(arguments)
@@ -67,7 +83,7 @@ def launch(
         grid=grid,
         threads=threads,
         smem_bytes=smem_bytes,
-        params=params.ljust(-(-len(params) // 8) * 8, b"\0"),
+        params=pack(arguments),
         ranges=ranges,
         seed=seed,
     )
