@@ -11,7 +11,7 @@ import torch
 
 from fagen import env, target
 from fagen.arch import Arch, for_capability, resolve
-from fagen.build import build
+from fagen.build import find_or_build
 from fagen.cache import Artifact
 from fagen.emulator import EmulatedKernel
 from fagen.errors import SpecError
@@ -166,7 +166,7 @@ class _Launcher:
     def load(cls, arch: Arch, spec: AttentionSpec, device: torch.device | None) -> _Launcher:
         """Builds what is missing. `device=None` loads the emulated kernel."""
         (kernel,) = plan(spec, arch)
-        (artifact,) = build([kernel], emulate=device is None)
+        (artifact,) = find_or_build([kernel], emulate=device is None)
         key = (str(artifact.directory), None if device is None else device.index)
         if key not in _KERNELS:
             if device is None:

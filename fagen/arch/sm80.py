@@ -32,21 +32,21 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     wanted number of blocks share a multiprocessor. Speeds are in TFLOP/s on one H200, bf16, 16384 keys.
     """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    bounded = spec.causal or spec.window
     roomy = arch.smem_limit >= 160 * KIB
+    # Masks, modifications and dropout hold registers of their own; where the plain kernel has none left, they spill.
+    plain = not (spec.causal or spec.window or spec.mods or spec.dropout)
     if widest <= 64:
         # 32 rows a warp halve the reads of K and V from shared memory. d64: 346 full, 337 causal; 64 keys a step 327 and
-        # 309, 112 spill. 99 KiB: 48 KiB a block leave room for two.
-        return TileConfig(tile_m=128, tile_n=96 if roomy else 64, warps=4, stages=2, blocks_per_sm=2)
+        # 309, 112 spill. With dropout 96 spill 48 bytes. 99 KiB: 48 KiB a block leave room for two.
+        return TileConfig(tile_m=128, tile_n=96 if roomy and not spec.dropout else 64, warps=4, stages=2, blocks_per_sm=2)
     if widest <= 128:
         if not roomy:  # two blocks of 48 KiB
             return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
-        # d128 full: 388 with 64 keys a step, 384 with 48. Causal: 331 and 363, the mask costs 64 its registers. Two blocks
-        # of 96 KiB need the 227 KiB of Hopper.
-        wide = not bounded and arch.smem_limit >= 227 * KIB
+        # d128 full: 388 with 64 keys a step, 384 with 48. Causal: 331 and 363. Two blocks of 96 KiB need Hopper's 227 KiB.
+        wide = plain and arch.smem_limit >= 227 * KIB
         return TileConfig(tile_m=128, tile_n=64 if wide else 48, warps=4, stages=2, blocks_per_sm=2)
     # O leaves registers for 16 rows a warp only. d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and
     # 64 keys, two blocks, 336 and 350; a second stage 324.
     if roomy:
-        return TileConfig(tile_m=128, tile_n=96, warps=8, stages=1, blocks_per_sm=1)
+        return TileConfig(tile_m=128, tile_n=80 if spec.alibi else 96, warps=8, stages=1, blocks_per_sm=1)
     return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=1)
