@@ -105,7 +105,7 @@ def test_a_batch_is_its_entries(id_: str) -> None:
     both = attn(inputs.q, inputs.k, inputs.v, **inputs.call)
     for b in range(2):
         alone = attn(*(x[b : b + 1] for x in (inputs.q, inputs.k, inputs.v)), **inputs.call)
-        assert torch.equal(alone, both[b : b + 1])
+        assert isinstance(both, Tensor) and isinstance(alone, Tensor) and torch.equal(alone, both[b : b + 1])
 
 
 EVERYTHING = AttentionSpec(head_dim=64, causal=True, window=True, softcap=True, alibi=True, dropout=True)

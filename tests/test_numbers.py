@@ -76,6 +76,13 @@ def assert_o(o: Tensor, expected: Tensor, dtype: str) -> None:
     assert ((o - expected).abs() <= bound).all()
 
 
+def assert_same(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: str) -> None:
+    """Equal but for the last bit: two kernels, whose compiler may have fused other multiplications and additions."""
+    o, lse = results
+    torch.testing.assert_close(o, expected[0], rtol=torch.finfo(DTYPES[dtype]).eps, atol=1e-6)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 256])
 def test_n1_rows_above_the_first_key(run: Backend, dtype: str, head_dim: int) -> None:
     """N1: Sq=4, Sk=2, causal, q=0. Rows 0 and 1 see nothing."""
@@ -155,7 +162,7 @@ def test_n11_windows_that_mean_the_same(run: Backend, dtype: str) -> None:
     causal = AttentionSpec(head_dim=64, dtype=dtype, window=True, causal=True)
     first = run(plain, q, k, v, window=(2, 0))
     for spec, window in ((causal, (2, 0)), (causal, (2, 5))):
-        assert all(torch.equal(a, b) for a, b in zip(run(spec, q, k, v, window=window), first, strict=True))
+        assert_same(run(spec, q, k, v, window=window), first, dtype)
 
 
 def test_n11_windows_that_mean_causal(run: Backend, dtype: str) -> None:
@@ -164,7 +171,7 @@ def test_n11_windows_that_mean_causal(run: Backend, dtype: str) -> None:
     causal = run(AttentionSpec(head_dim=64, dtype=dtype, causal=True), q, k, v)
     spec = AttentionSpec(head_dim=64, dtype=dtype, window=True)
     for window in ((-1, 0), (4, 0), (1000, 0)):
-        assert all(torch.equal(a, b) for a, b in zip(run(spec, q, k, v, window=window), causal, strict=True))
+        assert_same(run(spec, q, k, v, window=window), causal, dtype)
 
 
 def test_n12_a_window_of_four_keys(run: Backend, dtype: str) -> None:
@@ -277,13 +284,11 @@ def test_n20_default_scale_of_72(run: Backend) -> None:
 
 
 # What a GPU does at once takes minutes as fibers; the emulated grids are past 256 in each dimension.
-N22 = [
-    *((shape, ()) for shape in [(257, 1), (1, 257), (17, 17)]),
-    *((shape, pytest.mark.gpu) for shape in [(65537, 1), (1, 65537), (300, 300)]),
-]
-
-
-@pytest.mark.parametrize(("batch", "heads"), [pytest.param(*shape, marks=marks) for shape, marks in N22])
+@pytest.mark.parametrize(
+    ("batch", "heads"),
+    [(257, 1), (1, 257), (17, 17)]
+    + [pytest.param(*shape, marks=pytest.mark.gpu) for shape in [(65537, 1), (1, 65537), (300, 300)]],
+)
 def test_n22_large_grids(run: Backend, batch: int, heads: int) -> None:
     """N22: S=1, outputs poisoned first: o = v."""
     if run.name == "emulated" and batch * heads > 1000:

@@ -157,8 +157,8 @@ def test_the_size_of_the_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch,
 def test_equals_sdpa_in_float64(causal: bool) -> None:
     q, k, v = inputs(seqlen_q=33, seqlen_k=33)
     o = reference.attention(q, k, v, causal=causal, return_lse=False)
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    sdpa = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(o, sdpa.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
