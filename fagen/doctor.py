@@ -76,7 +76,7 @@ class Gpu:
 
 
 def diagnose() -> Diagnosis:
-    """Looks for everything that fagen uses. Imports neither torch nor cuda-bindings; raises nothing for what is amiss."""
+    """Looks for everything that fagen uses, without torch or cuda-bindings. Raises nothing for what is amiss."""
     cards = gpus()
     arch = _gpu_arch(cards)
     nvrtc = _try("NVRTC", toolchain.find_nvrtc, lambda it: f"{it.version}, {it.library}", INSTALL_CUDA)
@@ -103,7 +103,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         findings=(nvrtc, nvcc, compiler, driver, gpu, bindings, host, ninja, torch, store),
         builds_cuda=builds_cuda,
-        runs_cuda=builds_cuda and gpu.ok and bindings.ok and torch.ok,
+        runs_cuda=builds_cuda and gpu.ok and bindings.ok and torch.ok and not _torch_is_for_cpus(),
         runs_cpu=host.ok and ninja.ok and torch.ok and store.ok,
     )
 
@@ -212,10 +212,14 @@ def _torch(gpu: bool) -> Finding:
     numbers = version.split("+")[0].split(".")
     if tuple(int(number) for number in numbers[:2]) < OLDEST_TORCH:
         return Finding("PyTorch", "problem", version, f"too old: pip install 'torch>={oldest}'")
-    if gpu and version.endswith("+cpu"):
+    if gpu and _torch_is_for_cpus():
         advice = "this build cannot use the GPU: install one with CUDA (pytorch.org, Get Started)"
         return Finding("PyTorch", "ok", version, advice)
     return Finding("PyTorch", "ok", version)
+
+
+def _torch_is_for_cpus() -> bool:
+    return (_installed("torch") or "").endswith("+cpu")
 
 
 def _bindings(gpu: bool) -> Finding:

@@ -7,8 +7,8 @@ Exit codes: 0, 1 for a failed build or check, 2 for bad input, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fagen import __version__
-from fagen.errors import FagenError
+from fagen.errors import FagenError, ToolchainError
 
 # Name of the command: where it is, and the line that describes it.
 COMMANDS = {
@@ -66,14 +66,15 @@ class _Commands(_PlainFlags, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, stub, rest = super().resolve_command(ctx, args)
-        return name, _load(name) if stub is not None and name in COMMANDS else stub, rest
+        return name, load(name) if stub is not None and name in COMMANDS else stub, rest
 
 
 def _stub() -> None:
     """Stands in the listing for a command that is not imported."""
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
+    """The command called `name`, with its flags."""
     place, line = COMMANDS[name]
     module, function = place.split(":")
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -115,6 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code. Raises nothing on purpose."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        return _run(arguments, as_json)
+
+
+def _run(arguments: list[str], as_json: bool) -> int:
     try:
         code = app(args=arguments, prog_name="fagen", standalone_mode=False)
     except FagenError as error:
@@ -123,13 +130,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _usage(error, as_json)
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of `fagen show | head` has gone; the interpreter's last flush must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = "this command computes with PyTorch, which is not installed: pip install torch (see fagen doctor)"
+        return _fail(ToolchainError(message), ToolchainError.exit_code, message, as_json)
     if code == _INTERRUPTED:
         return _fail(KeyboardInterrupt(), _INTERRUPTED, "interrupted", as_json)
     return code if isinstance(code, int) else 0
+
+
+def _warn(message: Warning | str, *_: Any) -> None:
+    print(f"fagen: warning: {message}", file=sys.stderr)
 
 
 def _usage(error: Any, as_json: bool) -> int:

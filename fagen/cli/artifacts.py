@@ -44,6 +44,7 @@ def clean(
     """Removes built kernels; without names all of them, and what failed builds left."""
     artifacts = select(names)
     doomed = {artifact.directory for artifact in artifacts}
+    rows = [describe(artifact) for artifact in artifacts] if as_json else []
     where = output.short(cache.cache_dir())
     if dry_run:
         removed, freed = 0, 0
@@ -52,7 +53,6 @@ def clean(
             _confirm(f"Remove {_count(artifacts)}{'' if names else ' and what failed builds left'} from {where}?")
         removed, freed = cache.clean((lambda artifact: artifact.directory in doomed) if names else None)
     if as_json:
-        rows = [describe(artifact) for artifact in artifacts]
         output.emit({"dry_run": dry_run, "removed": removed, "freed": freed, "artifacts": rows})
         return
     if dry_run:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fagen.build import build as build_kernels
+from fagen import build as builder
 from fagen.cache import Artifact
 from fagen.cli import output
 from fagen.cli.options import ArchOption, EmulateOption, JsonOption
@@ -32,7 +32,7 @@ def build(
     kernels = plans(specs, arch)
     started = time.perf_counter()
     with output.progress("compiling", len(kernels)) as step:
-        artifacts = build_kernels(
+        artifacts = builder.build(
             kernels, emulate=emulate, jobs=jobs, on_done=lambda artifact: step(artifact.slug), force=force
         )
     seconds = time.perf_counter() - started

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fagen.build import build as build_kernels
+from fagen import build as builder
 from fagen.cli import output
 from fagen.cli.options import ArchOption, EmulateOption, JsonOption
 from fagen.cli.specs import takes_specs
@@ -45,16 +45,16 @@ def check(
     kernels = plans(specs, arch)
     import torch  # not before the flags are known to be right
 
-    from fagen.check import check as check_kernel
+    from fagen import check as checker
 
     emulated = emulate or not torch.cuda.is_available()
     with output.progress("compiling", len(kernels)) as step:
-        build_kernels(kernels, emulate=emulated, on_done=lambda artifact: step(artifact.slug))
+        builder.build(kernels, emulate=emulated, on_done=lambda artifact: step(artifact.slug))
     sizes = {"batch": batch, "heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     documents, passed = [], 0
     for kernel in kernels:
         try:
-            result = check_kernel(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
+            result = checker.check(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
         except LaunchError as error:
             documents.append({"slug": kernel.slug, "passed": False, "fault": str(error)})
             if not as_json:
