@@ -15,7 +15,7 @@ from fagen.errors import ToolchainError
 from fagen.launch import CudaKernel
 from fagen.toolchain import find_cuda_compiler
 
-KERNELS = ["fragments", "warps", "numbers", "pipeline", "order", "faults"]
+KERNELS = ["fragments", "warps", "numbers", "pipeline", "order", "faults", "races"]
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -5,10 +5,15 @@
 
 namespace emu {
 
-static void issue_copy(Fiber& self, u32 address, const void* source, int line) {
+static void issue_copy(Fiber& self, u32 address, const void* source, bool valid, int line) {
     const u32 offset = shared_offset(self, address, 16, "copies", line);
-    if (source) check_global(self, source, 16, false, line);
+    if (valid) check_global(self, source, 16, false, line);
     note_write(self, offset, 16, IN_FLIGHT, line);
+    if (self.first_copy > self.copy_capacity / 2) {  // those that have landed make room
+        self.n_copies -= self.first_copy;
+        memmove(self.copies, self.copies + self.first_copy, self.n_copies * sizeof(Copy));
+        self.first_copy = 0;
+    }
     if (self.n_copies == self.copy_capacity) {
         const u32 capacity = self.copy_capacity ? 2 * self.copy_capacity : 64;
         void* copies = realloc(self.copies, capacity * sizeof(Copy));
@@ -16,7 +21,7 @@ static void issue_copy(Fiber& self, u32 address, const void* source, int line) {
         self.copies = (Copy*)copies;
         self.copy_capacity = capacity;
     }
-    self.copies[self.n_copies++] = {source, offset, self.group};
+    self.copies[self.n_copies++] = {valid ? source : nullptr, offset, self.group};
 }
 
 static void land_copies(Fiber& self, u32 newest) {
@@ -38,7 +43,7 @@ static void land_copies(Fiber& self, u32 newest) {
 
 // 16 bytes. Without `valid`, 16 zero bytes are written and src is not read.
 static inline void cp_async_16(u32 dst, const void* src, bool valid, int line = __builtin_LINE()) {
-    emu::issue_copy(*emu::current, dst, valid ? src : nullptr, line);
+    emu::issue_copy(*emu::current, dst, src, valid, line);
 }
 
 static inline void cp_async_commit() { emu::current->group++; }

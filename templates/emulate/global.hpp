@@ -15,20 +15,23 @@ __attribute__((noinline)) static void find_range(Fiber& self, u64 address, u32 b
               doing, bytes, address, bytes);
     bool read_only = false;
     u32 nearest = 0;
-    u64 nearest_distance = ~0ull;
+    u64 least = ~0ull;
     for (u32 i = 0; i < launch.n_ranges; i++) {
         const Range& range = launch.ranges[i];
-        if (holds(range, address, bytes)) {
-            if (!write || range.writable) {
-                block.hot_range = range;
-                return;
-            }
-            read_only = true;
+        const bool whole = holds(range, address, bytes);
+        if (whole && (!write || range.writable)) {
+            block.hot_range = range;
+            return;
+        }
+        read_only |= whole;
+        const u64 distance = whole                      ? 0
+                             : holds(range, address, 1) ? 1
+                             : address < range.address  ? 2 + range.address - address
+                                                        : 2 + address - range.address - range.bytes;
+        if (distance < least) {
+            least = distance;
             nearest = i;
         }
-        const u64 distance = address < range.address ? range.address - address : address - range.address - range.bytes;
-        if (!read_only && (distance < nearest_distance || holds(range, address, 1)))
-            nearest = i, nearest_distance = holds(range, address, 1) ? 0 : distance;
     }
     if (!launch.n_ranges)
         fault(self, line, "%s %u bytes of global memory at 0x%llx: the launch was given no tensor.", doing, bytes,

@@ -65,7 +65,7 @@ constexpr u32 SHARED_BASE = 1024;
 // Unwritten shared memory: a signalling NaN as float32 and in both halves as bfloat16, a NaN as float16 too.
 constexpr u32 POISON = 0x7fbf7fbfu;
 
-// A kernel of 128 accumulators takes under 4 KiB here, formatting a fault about 4 KiB more.
+// Measured with g++ -O2: the forward's frame is up to 1.4 KiB, an mma below it 2 KiB, formatting a fault a few more.
 constexpr size_t STACK_BYTES = 64 << 10;
 
 struct Dim3 {
@@ -136,8 +136,7 @@ struct Word {
     u32 write_tick;  // IN_FLIGHT while an asynchronous copy to it has not landed
     u32 read_tick;
     u16 writer;  // thread
-    // Two readers since the last barrier, of two warps if there are such: enough to convict any writer. Equal: only
-    // one.
+    // Two readers since the last barrier, of two warps if there are such: enough to convict any writer. Equal if one.
     u16 reader, other_reader;
     u16 write_line, read_line;
 };
@@ -169,8 +168,7 @@ struct Block {
 
 static thread_local Fiber* current = nullptr;
 
-// ---- Faults
-// ----------------------------------------------------------------------------------------------------------
+// ---- Faults ----
 
 static inline u32 thread_of(const Fiber& fiber) { return fiber.thread_idx.x; }
 
@@ -218,8 +216,7 @@ static bool waits_with(const Fiber& a, const Fiber& b) {
     return a.wait.at == b.wait.at && a.wait.line == b.wait.line && a.wait.mask == b.wait.mask;
 }
 
-// Nobody can run and somebody waits: names what is waited for, one thread that never comes, and where all the others
-// are.
+// Nobody can run and somebody waits: names what is waited for, a thread that never comes, and where all the others are.
 __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& block) {
     const u32 threads = block.launch->threads;
     const bool barrier = block.at_barrier != 0;
@@ -256,15 +253,12 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
         append(groups, sizeof groups, "; the first is warp %u, lane %u", fiber.warp->index, fiber.lane);
     }
     fault(*missing, waiting->wait.line,
-          "%s at line %d: %u thread%s never reach%s it; e.g. %s%s\n  Look for a branch or a return around it that not "
-          "all "
-          "threads take.",
+          "%s at line %d: %u thread%s never reach%s it; e.g. %s%s\n  Look for a branch or a return that not all take.",
           barrier ? "barrier" : waiting->wait.at, waiting->wait.line, n_missing, n_missing == 1 ? "" : "s",
           n_missing == 1 ? "es" : "", who, groups);
 }
 
-// ---- Fibers and their order
-// ------------------------------------------------------------------------------------------
+// ---- Fibers and their order ----
 
 // The first set bit of mask at or after start, going round.
 static inline u32 first_from(u32 mask, u32 start) {
@@ -301,8 +295,7 @@ static inline void make_ready(Block& block, Warp& warp, u32 lanes) {
     block.ready_warps |= 1u << warp.index;
 }
 
-// Runs `next`, or ends the block without one, until somebody switches back. Not inlined: setjmp would pessimise its
-// caller.
+// Runs `next`, or ends the block without one, until somebody switches back. Not inlined: setjmp pessimises its caller.
 __attribute__((noinline)) static void switch_to(Fiber& self, Fiber* next) {
     if (next == &self || _setjmp(self.context)) return;
     if (!next) _longjmp(self.block->home, 1);
@@ -332,8 +325,7 @@ static void fiber_main() {
     }
 }
 
-// ---- Warp collectives and barriers
-// -----------------------------------------------------------------------------------
+// ---- Warp collectives and barriers ----
 
 // Waits for the lanes of mask; the last to arrive runs compute(warp, mask, line) for all. Other lanes of the warp may
 // meanwhile be in a collective of their own with another mask.
@@ -367,6 +359,7 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
     switch_to(self, choose(*self.block, warp.index, 0));
 }
 
+// With a partial mask it orders the whole warp: it may then miss a race, but never invents one.
 static void order_warp(Warp& warp, u32, int) { warp.ordered = ++warp.lanes->block->tick; }
 
 // Ballot: each lane brings its predicate and takes away the mask of the lanes where it holds.
@@ -408,9 +401,8 @@ static void block_barrier(int line) {
     const Fiber& first = *block.first_at_barrier;
     if (first.wait.line != line)
         fault(self, line,
-              "divergent barrier: this thread is at the __syncthreads of line %d, while warp %u, lane %u waits at that "
-              "of "
-              "line %d.\n  Look for a branch whose condition differs within the block.",
+              "divergent barrier: this thread is at the __syncthreads of line %d, while warp %u, lane %u waits at the "
+              "one of line %d.\n  Look for a branch whose condition differs within the block.",
               line, first.warp->index, first.lane, first.wait.line);
     if (block.at_barrier < block.launch->threads) return suspend(self);
     block.at_barrier = 0;
@@ -422,8 +414,7 @@ static void block_barrier(int line) {
 
 }  // namespace emu
 
-// ---- What a CUDA compiler knows without being told
-// -------------------------------------------------------------------
+// ---- What a CUDA compiler knows without being told ----
 
 #define threadIdx (emu::current->thread_idx)
 #define blockIdx (emu::current->block->index)

@@ -149,5 +149,8 @@ extern "C" __global__ void __launch_bounds__(64, 1) faults(const __grid_constant
     if (fault == 33) {
         if (thread == 40 || thread == 41) st_shared_b32(smem + 512, 1);  // FAULT warp_writes_one_word
     }
+    if (fault == 34) {
+        if (thread == 35) cp_async_16(smem, nullptr, true);  // FAULT copy_from_null
+    }
     st_global_f32(params.output + thread, static_cast<float>(fault));
 }
