@@ -68,12 +68,17 @@ _INIT_LOCK = threading.Lock()
 
 def _driver() -> Any:
     """The driver's bindings, initialised."""
+    driver = _bindings()
+    with _INIT_LOCK:
+        _check(driver.cuInit(0), driver)
+    return driver
+
+
+def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError:
         raise ToolchainError("launching on a GPU needs cuda-bindings: pip install 'fagen[cuda]'") from None
-    with _INIT_LOCK:
-        _check(driver.cuInit(0), driver)
     return driver
 
 
@@ -81,8 +86,7 @@ def _check(result: tuple[Any, ...], driver: Any = None) -> Any:
     """The value of a driver call's (error, value...); LaunchError unless the error is CUDA_SUCCESS."""
     error, *values = result
     if int(error) != 0:
-        if driver is None:
-            from cuda.bindings import driver
+        driver = driver or _bindings()
         _, text = driver.cuGetErrorString(error)
         raise LaunchError(f"CUDA driver: {error.name}: {text.decode() if text else 'no description'}")
     return values[0] if values else None

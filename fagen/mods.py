@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 LOG2E = math.log2(math.e)
-FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,15 @@ class Mod:
     # address, and is kept alive until the launch.
     pack: Callable[[Any, CallContext], Mapping[str, Any]]
     eager: Callable[[torch.Tensor, Any, ScoreContext], torch.Tensor]  # (scores float64 (B, Hq, Sq, Sk), value, context)
+    example: Callable[[CallContext], Any]  # a value for checks where none is given, chosen so that the effect shows
+    primitives: tuple[str, ...] = ()  # files of templates/ptx and templates/emulate that the fragment calls besides
     absorbs_scale: bool = False  # takes the raw product and applies softmax_scale itself; only the first of a spec can
 
 
 def _pack_softcap(value: Any, call: CallContext) -> Mapping[str, Any]:
     cap = positive_float("softcap", value)
-    # tanh(y) is close to y * (c0 + c1 * y^2) below a quarter: minimax in relative error, 6.3e-5.
-    quarter, c0, c1 = 0.25, 0.99993665, -0.32518499
-    inner = call.softmax_scale / cap
-    return {
-        "softcap_inner": inner,
-        "softcap_border": min((quarter / inner) ** 2, FLOAT32_MAX),
-        "softcap_linear": inner * c0,
-        "softcap_cubic": inner**3 * c1,
-        "softcap_log2": cap * LOG2E,
-    }
+    # The fragment works in z, with z = 2 at the border of its cubic, at 3/16 of the cap.
+    return {"softcap_inner": call.softmax_scale / cap * (2 * 16 / 3), "softcap_log2": cap * LOG2E}
 
 
 def _eager_softcap(scores: torch.Tensor, value: Any, context: ScoreContext) -> torch.Tensor:
@@ -95,6 +88,14 @@ def _eager_alibi(scores: torch.Tensor, value: Any, context: ScoreContext) -> tor
     return scores - slopes * (context.row - context.col).abs().to(scores.dtype)
 
 
+def _example_alibi(call: CallContext) -> torch.Tensor:
+    """Slopes (Hq,) of the ALiBi paper for a power of two heads: a geometric sequence from 2^(-8/Hq) on."""
+    import torch
+
+    exponents = torch.arange(1, call.heads_q + 1, dtype=torch.float32) * (-8.0 / call.heads_q)
+    return exponents.exp2().to(call.device)
+
+
 def positive_float(name: str, value: Any) -> float:
     """`value` as a float; SpecError unless it is a finite positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -109,14 +110,12 @@ MODS: tuple[Mod, ...] = (
         name="softcap",
         argument="softcap",
         fields=(
-            Field("softcap_inner", "float", "softmax_scale / softcap"),
-            Field("softcap_border", "float", "square of the raw score at a quarter of the cap"),
-            Field("softcap_linear", "float", "of the cubic in the raw score that is tanh below the border"),
-            Field("softcap_cubic", "float"),
+            Field("softcap_inner", "float", "32 / 3 * softmax_scale / softcap"),
             Field("softcap_log2", "float", "softcap * log2(e)"),
         ),
         pack=_pack_softcap,
         eager=_eager_softcap,
+        example=lambda call: 2.0,
         absorbs_scale=True,
     ),
     Mod(
@@ -129,5 +128,6 @@ MODS: tuple[Mod, ...] = (
         ),
         pack=_pack_alibi,
         eager=_eager_alibi,
+        example=_example_alibi,
     ),
 )

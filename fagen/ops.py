@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -199,10 +200,15 @@ class _Launcher:
         )
 
 
+@cache  # one notice a process
+def _warn_of_fallback(name: str) -> None:
+    log.warning("no GPU and no FAGEN_ARCH: building for %s", name)
+
+
 def _default_arch() -> Arch:
     archs, source = target.default_archs()
     if not source:
-        log.warning("no GPU and no FAGEN_ARCH: building for %s", archs[0].name)
+        _warn_of_fallback(archs[0].name)
     return archs[0]
 
 

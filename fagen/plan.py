@@ -65,7 +65,7 @@ class KernelPlan:
     @property
     def primitives(self) -> tuple[str, ...]:
         """Base names of the files of primitives that the template calls."""
-        return sm80.PRIMITIVES
+        return sm80.PRIMITIVES + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property
     def threads(self) -> int:

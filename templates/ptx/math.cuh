@@ -12,8 +12,8 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-__device__ __forceinline__ float tanh_approx(float x) {
+__device__ __forceinline__ float rcp_approx(float x) {
     float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }

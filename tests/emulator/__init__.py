@@ -25,7 +25,7 @@ def body(name: str) -> str:
 def assemble(name: str) -> str:
     """The one file that is compiled: runtime, primitives, body, launch."""
     emulate = template_dir() / "emulate"
-    headers = ["runtime.hpp", *(f"{primitive}.hpp" for primitive in sm80.PRIMITIVES)]
+    headers = ["runtime.hpp", *(f"{primitive}.hpp" for primitive in (*sm80.PRIMITIVES, "tanh"))]
     launch = environment().get_template("emulate/launch.hpp.j2").render(kernel={"entry": name})
     parts = [*((emulate / header).read_text(encoding="utf-8") for header in headers), "// ==== kernel ====\n"]
     return "\n".join([*parts, body(name), "// ==== end of kernel ====\n", launch])
@@ -41,7 +41,7 @@ def compile_kernel(name: str, directory: Path, *, source: str | None = None) -> 
 def compile_cuda(name: str, directory: Path, arch: Arch) -> Path:
     """Compiles the same body behind the PTX primitives for a GPU and returns the binary."""
     ptx = template_dir() / "ptx"
-    headers = [(ptx / f"{primitive}.cuh").read_text(encoding="utf-8") for primitive in sm80.PRIMITIVES]
+    headers = [(ptx / f"{primitive}.cuh").read_text(encoding="utf-8") for primitive in (*sm80.PRIMITIVES, "tanh")]
     return _compile(
         find_cuda_compiler(), "\n".join([*headers, body(name)]), directory, "kernel.cu", "kernel.cubin", arch
     )
