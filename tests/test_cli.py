@@ -9,8 +9,10 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,7 +159,7 @@ def test_what_is_not_served_is_refused(values: dict[str, Any], message: str) -> 
 def test_build_shows_a_table_and_then_finds_what_it_built(run: Fagen) -> None:
     first = run("build", *SMALL, "--force")
     assert first.code == 0
-    assert "fwd_hdim16_bf16" in first.out and "sm80 on CPU" in first.out and "cached" not in first.out
+    assert "fwd_hdim16_bf16" in first.out and "sm80 CPU" in first.out and "cached" not in first.out
     second = run("build", *SMALL)
     assert second.code == 0 and "cached" in second.out
 
@@ -225,7 +227,7 @@ def test_show_prints_the_file_and_nothing_else(run: Fagen) -> None:
 def test_list(run: Fagen, copied: Path) -> None:
     outcome = run("list")
     assert outcome.code == 0 and "2 built kernels" in outcome.err
-    assert "fwd_hdim8_bf16_sm80" in outcome.out and "fwd_hdim16_bf16_sm80" in outcome.out
+    assert "fwd_hdim8_bf16 " in outcome.out and "fwd_hdim16_bf16 " in outcome.out
     document = run("list", "--json").document
     assert document["cache"] == str(copied)
     row = document["artifacts"][0]
@@ -417,6 +419,32 @@ def test_ctrl_c_is_one_line(run: Fagen, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fagen.build.build", interrupted)
     assert run("build", *SMALL) == (130, "", "fagen: interrupted\n")
     assert run("build", *SMALL, "--json").document["error"]["exit_code"] == 130
+
+
+def test_ctrl_c_in_the_middle_of_a_build_leaves_a_sound_cache(
+    run: Fagen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_CACHE_DIR", str(tmp_path))
+    line = ["build", "--head-dim", "8,16,24,32,40,48,56,64", "--arch", "sm80", "--emulate", "-j", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fagen", *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 30
+    while not cache.list_artifacts() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "fagen: interrupted\n")
+    kept = run("list", "--json").document["artifacts"]
+    assert 1 <= len(kept) < 8
+    # What is listed is whole: it is found again, without a warning.
+    outcome = run("build", "--head-dim", str(kept[0]["spec"]["head_dim"]), "--arch", "sm80", "--emulate", "--json")
+    assert outcome.err == "" and outcome.document["artifacts"][0]["cached"]
 
 
 def test_a_warning_is_one_line_on_standard_error(run: Fagen, copied: Path) -> None:

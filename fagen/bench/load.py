@@ -1,7 +1,8 @@
 """Times one `fagen.load` in a process of its own: `python -m fagen.bench.load SPEC ARCH`, SPEC as JSON.
 
 Prints the seconds from the call to its return, after `import torch` and the making of the spec, as a user's program
-would have them. Without a GPU, where nothing can be loaded on one, it times what `load` does up to the cubin.
+would have them. With a GPU the kernel is the card's own, whatever ARCH says; without one, where nothing can be loaded, it
+times what `load` does up to the cubin for ARCH.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     if on_gpu:
         from fagen.ops import load
 
-        load(spec, arch=arch.name, emulate=False)
+        load(spec, emulate=False)
     else:
         from fagen.build import find_or_build
         from fagen.plan import plan

@@ -15,10 +15,11 @@ from fagen.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from fagen.cache import Artifact
 
-_NAMES_HELP = "slugs or directory names, with * and ? as in a shell; default: all"
+_NAMES_HELP = "variants, with or without their architecture, or directories; * and ? as in a shell; default: all"
 
 NamesArgument = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help=_NAMES_HELP, show_default=False)]
 
@@ -71,9 +72,13 @@ def select(names: Sequence[str] | None) -> list[Artifact]:
     from difflib import get_close_matches
     from fnmatch import fnmatchcase
 
-    chosen: dict[Any, Artifact] = {}
+    chosen: dict[Path, Artifact] = {}
     for name in names:
-        matching = [a for a in artifacts if fnmatchcase(a.slug, name) or fnmatchcase(a.directory.name, name)]
+        matching = [
+            artifact
+            for artifact in artifacts
+            if any(fnmatchcase(called, name) for called in (variant(artifact), artifact.slug, artifact.directory.name))
+        ]
         if not matching:
             near = get_close_matches(name, [artifact.slug for artifact in artifacts], n=1)
             guess = f"; did you mean {near[0]}?" if near else "; fagen list shows what there is"
@@ -100,17 +105,24 @@ def describe(artifact: Artifact) -> dict[str, Any]:
 
 def print_artifacts(artifacts: Sequence[Artifact]) -> None:
     """One row an artifact."""
-    rows = output.table("kernel", "arch", "compiler", output.right("size"), output.right("age"), "digest")
-    for artifact in artifacts:
-        rows.add_row(
-            artifact.slug,
-            artifact.arch if artifact.target == "cuda" else f"{artifact.arch} on CPU",
+    columns = (output.folded("variant"), "arch", "compiler", output.right("size"), output.right("age"), "digest")
+    rows = [
+        (
+            variant(artifact),
+            output.arch(artifact),
             artifact.compiler,
             output.size(artifact.size),
             output.age(age(artifact)),
             artifact.digest[:12],
         )
-    output.console().print(rows)
+        for artifact in artifacts
+    ]
+    output.print_rows(columns, rows)
+
+
+def variant(artifact: Artifact) -> str:
+    """The slug without the architecture, "fwd_hdim128_bf16"."""
+    return artifact.slug.removesuffix(f"_{artifact.arch}")
 
 
 def age(artifact: Artifact) -> float:

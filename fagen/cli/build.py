@@ -70,27 +70,31 @@ def describe(kernel: KernelPlan, artifact: Artifact) -> dict[str, Any]:
 
 
 def print_table(kernels: list[KernelPlan], artifacts: list[Artifact]) -> None:
-    """One row a kernel."""
-    rows = output.table(
-        "variant",
+    """One row a kernel; on a narrow terminal the directories follow the table."""
+    columns = (
+        output.folded("variant"),
         "arch",
         output.right("seconds"),
-        output.right("registers"),
+        output.right("regs"),
         output.right("spills"),
         output.right("shared"),
         output.right("size"),
-        output.path("directory"),
+        output.folded("directory"),
     )
-    for kernel, artifact in zip(kernels, artifacts, strict=True):
-        resources = artifact.resources
-        rows.add_row(
-            f"{kernel.kind}_{kernel.spec.slug}",
-            kernel.arch.name if artifact.target == "cuda" else f"{kernel.arch.name} on CPU",
-            "cached" if artifact.cached else f"{artifact.seconds:.2f}",
-            str(resources.registers) if resources else "-",
-            output.size(resources.spill_stores + resources.spill_loads) if resources else "-",
-            output.size(kernel.smem_bytes),
-            output.size(artifact.size),
-            output.short(artifact.directory),
-        )
-    output.console().print(rows)
+    rows = [_row(kernel, artifact) for kernel, artifact in zip(kernels, artifacts, strict=True)]
+    if output.print_rows(columns, rows):
+        print(*("", *(row[-1] for row in rows)), sep="\n")
+
+
+def _row(kernel: KernelPlan, artifact: Artifact) -> tuple[str, ...]:
+    resources = artifact.resources
+    return (
+        f"{kernel.kind}_{kernel.spec.slug}",
+        output.arch(artifact),
+        "cached" if artifact.cached else f"{artifact.seconds:.2f}",
+        str(resources.registers) if resources else "-",
+        output.size(resources.spill_stores + resources.spill_loads) if resources else "-",
+        output.size(kernel.smem_bytes),
+        output.size(artifact.size),
+        output.short(artifact.directory),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
+
+    from fagen.cache import Artifact
 
 # Wide enough that a table in a pipe or a file keeps each row on one line.
 _PIPE_WIDTH = 1000
@@ -52,12 +54,12 @@ def progress(verb: str, total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: bar.update(task, advance=1, description=name)
 
 
-def table(*columns: Column | str, title: str | None = None) -> Table:
+def table(*columns: Column | str) -> Table:
     """An empty table in the one look of all commands."""
     from rich import box
     from rich.table import Table
 
-    return Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def right(name: str) -> Column:
@@ -67,11 +69,26 @@ def right(name: str) -> Column:
     return Column(name, justify="right", no_wrap=True)
 
 
-def path(name: str) -> Column:
-    """A column of paths, broken anywhere rather than cut."""
+def folded(name: str) -> Column:
+    """A column of names and paths, broken anywhere rather than cut."""
     from rich.table import Column
 
     return Column(name, overflow="fold")
+
+
+def print_rows(columns: Sequence[Column | str], rows: Iterable[Sequence[str]]) -> bool:
+    """Prints a table whose last column is left out where a terminal is too narrow for it. Returns whether it was."""
+    rows = list(rows)
+    out = console()
+    unbounded = out.options.update(width=_PIPE_WIDTH)
+    for count in (len(columns), len(columns) - 1):
+        filled = table(*columns[:count])
+        for row in rows:
+            filled.add_row(*row[:count])
+        if count < len(columns) or out.measure(filled, options=unbounded).maximum <= out.width:
+            break
+    out.print(filled)
+    return count < len(columns)
 
 
 def emit(document: Mapping[str, Any]) -> None:
@@ -88,6 +105,11 @@ def emit_error(error: BaseException, code: int, message: str) -> None:
         if getattr(error, name, None):
             details[name] = getattr(error, name)
     emit({"error": details})
+
+
+def arch(artifact: Artifact) -> str:
+    """What an artifact runs on: "sm80", or "sm80 CPU" for the emulated kernel."""
+    return artifact.arch if artifact.target == "cuda" else f"{artifact.arch} CPU"
 
 
 def size(count: float) -> str:
