@@ -156,10 +156,11 @@ def take_turns(contestants: Mapping[str, Callable[[], Any]], samples: int) -> di
     """Median seconds of a call of each, by CUDA events: `samples` rounds of one call each, after three to warm up."""
     import torch
 
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
+    new_event: Any = torch.cuda.Event
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in contestants}
     for round_number in range(samples + 3):
         for name, call in contestants.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = new_event(enable_timing=True), new_event(enable_timing=True)
             start.record()
             call()
             end.record()
@@ -193,41 +194,19 @@ def host_times(arch: str | None = None, calls: int = 200, samples: int = 9) -> d
 
 def markdown(report: ForwardReport, *, date: str, command: str) -> str:
     """The report as a section of BENCHMARKS.md."""
-    lines = [
+    parts = [
         f"{report.card}, {date}, kernels for {report.arch}, PyTorch {report.torch}, driver for {report.driver}: "
         f"`{command}`",
-        "",
         f"bf16, {TOKENS} tokens, heads * d = {WIDTH}, TFLOP/s, medians of CUDA-event timings taken in turns.",
-        "",
-        *_markdown_table(
-            ("forward", OURS, FA2, CUDNN, f"{OURS} / {FA2}", f"{OURS} / {CUDNN}"),
-            [
-                (
-                    result.row.name,
-                    *(number(result.tflops.get(name)) for name in (OURS, FA2, CUDNN)),
-                    *(number(result.ratio(name), 2) for name in (FA2, CUDNN)),
-                )
-                for result in report.results
-                if not result.row.softcap
-            ],
-        ),
-        "",
-        *_markdown_table(
-            (f"forward, cap {SOFTCAP:g}", OURS, PLAIN, f"{OURS} / {PLAIN}"),
-            [
-                (
-                    result.row.name,
-                    *(number(result.tflops.get(name)) for name in (OURS, PLAIN)),
-                    number(result.ratio(PLAIN), 2),
-                )
-                for result in report.results
-                if result.row.softcap
-            ],
-        ),
-        "",
-        "Host time of one call, B=1, S=128: " + ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items()),
     ]
-    return "\n".join(lines)
+    plain = [result for result in report.results if not result.row.softcap]
+    capped = [result for result in report.results if result.row.softcap]
+    if plain:
+        parts.append(_markdown_table("forward", plain, (FA2, CUDNN)))
+    if capped:
+        parts.append(_markdown_table(f"forward, cap {SOFTCAP:g}", capped, (PLAIN,)))
+    host = ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items())
+    return "\n\n".join([*parts, f"Host time of one call, B=1, S=128: {host}"])
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -235,9 +214,17 @@ def number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *("---:" for _ in header[1:])]
-    return [f"| {' | '.join(line)} |" for line in (header, rule, *cells)]
+def _markdown_table(title: str, results: Sequence[Result], others: Sequence[str]) -> str:
+    header = (title, OURS, *others, *(f"{OURS} / {name}" for name in others))
+    cells = [
+        (
+            result.row.name,
+            *(number(result.tflops.get(name)) for name in (OURS, *others)),
+            *(number(result.ratio(name), 2) for name in others),
+        )
+        for result in results
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---", *("---:" for _ in header[1:])), *cells))
 
 
 def _load(spec: AttentionSpec, arch: str | None) -> Any:

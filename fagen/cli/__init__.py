@@ -140,7 +140,9 @@ def _run(arguments: list[str], as_json: bool) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _warn(message: Warning | str, *_: Any) -> None:
+def _warn(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
     print(f"fagen: warning: {message}", file=sys.stderr)
 
 
