@@ -1,0 +1,44 @@
+"""What property tests draw: specs that a kernel serves, and targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fagen.arch import Arch, known, resolve
+from fagen.errors import SpecError
+from fagen.spec import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionSpec, feature_names
+
+HEAD_DIMS = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP)
+DTYPES = ("bf16", "fp16")
+
+
+def _served(feature: str) -> bool:
+    try:
+        AttentionSpec(head_dim=64, **{feature: True})
+    except SpecError:
+        return False
+    return True
+
+
+FEATURES = tuple(name for name in feature_names() if _served(name))
+
+
+def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
+    """Keyword arguments of AttentionSpec."""
+    dims = st.sampled_from(HEAD_DIMS)
+    return st.fixed_dictionaries(
+        {"head_dim": dims, "dtype": st.sampled_from(DTYPES)},
+        optional={"head_dim_v": st.none() | dims} | {name: st.booleans() for name in FEATURES},
+    )
+
+
+def specs() -> st.SearchStrategy[AttentionSpec]:
+    """Any spec that is served."""
+    return spec_fields().map(lambda fields: AttentionSpec(**fields))
+
+
+def archs() -> st.SearchStrategy[Arch]:
+    """Any target, as machine code or PTX."""
+    return st.sampled_from([resolve(name + suffix) for name in known() for suffix in ("", "+ptx")])

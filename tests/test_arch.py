@@ -1,0 +1,162 @@
+"""Targets and tiles: what a name means, and that every kernel fits where it is to run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from strategies import DTYPES, FEATURES, HEAD_DIMS, archs, specs
+
+from fagen import target
+from fagen.arch import Arch, for_capability, known, parse_list, resolve
+from fagen.arch.tiles import TileConfig
+from fagen.errors import SpecError
+from fagen.plan import KernelPlan, plan
+from fagen.spec import AttentionSpec
+
+# CUDA programming guide, "maximum amount of shared memory per thread block" by compute capability, KiB.
+SMEM_KIB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+MAX_THREADS_PER_BLOCK, MAX_REGISTERS, REGISTERS_PER_SM = 1024, 255, 65536
+
+
+def names(text: str, capability: tuple[int, int] | None = None) -> list[str]:
+    return [arch.name for arch in parse_list(text, lambda: capability)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9.0", ["sm90"]),
+        ("8.0;9.0+PTX", ["sm80", "sm90", "sm90+ptx"]),
+        ("8.0 8.6", ["sm80", "sm86"]),
+        ("sm80,sm_90; 10.0", ["sm80", "sm90", "sm100"]),
+        ("9.0+ptx 9.0", ["sm90", "sm90+ptx"]),
+        ("SM89", ["sm89"]),
+        ("8.0;8.0", ["sm80"]),
+    ],
+)
+def test_lists(text: str, expected: list[str]) -> None:
+    assert names(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("9.0a", "'9.0a' needs the Hopper kernels, not in this version; sm90 runs on the same cards"),
+        ("8.0 9.0a", "'9.0a' needs the Hopper kernels"),
+        ("7.0;9.0", "unknown architecture '7.0'"),
+        ("7.5", "'7.5' needs the Turing kernels, not in this version"),
+        ("8.0a", "unknown architecture '8.0a'"),
+        ("9", "unknown architecture '9'"),
+        ("90", "unknown architecture '90'"),
+        ("", "empty architecture list"),
+        (" ; ", "empty architecture list"),
+        ("Ampere", "unknown architecture 'Ampere'"),
+        ("sm80;hopper", "unknown architecture 'hopper'"),
+        ("8.0+SASS", "unknown architecture '8.0+SASS'"),
+        ("native", "'native' needs a GPU, and none was found"),
+    ],
+)
+def test_invalid_entries_are_named(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)) as caught:
+        parse_list(text)
+    assert "\n" not in str(caught.value)
+    assert "sm80" in str(caught.value) or "not in this version" in str(caught.value)
+
+
+def test_native_is_the_card() -> None:
+    assert names("native", (9, 0)) == ["sm90"]
+    assert names("8.0 native", (8, 9)) == ["sm80", "sm89"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((8, 0), "sm80"),
+        ((8, 6), "sm86"),
+        ((8, 7), "sm87"),
+        ((8, 9), "sm89"),
+        ((9, 0), "sm90"),
+        ((10, 0), "sm100"),
+        ((10, 3), "sm100"),  # machine code runs on later minor versions
+        ((12, 0), "sm120"),
+        ((12, 1), "sm120"),
+        ((11, 0), "sm100+ptx"),  # not on later major ones: the driver compiles
+        ((13, 0), "sm120+ptx"),
+    ],
+)
+def test_target_of_a_card(capability: tuple[int, int], name: str) -> None:
+    assert for_capability(capability).name == name
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (5, 2)])
+def test_cards_that_are_too_old(capability: tuple[int, int]) -> None:
+    with pytest.raises(SpecError, match=r"\d\.\d is older than any target"):
+        for_capability(capability)
+
+
+def test_known_targets_and_their_shared_memory() -> None:
+    assert {name: resolve(name).smem_limit // 1024 for name in known()} == SMEM_KIB
+    assert resolve("9.0+PTX") == Arch("sm90+ptx", "compute_90", "sm80", 227 * 1024, ptx_only=True)
+    for name in known():
+        arch = resolve(name)
+        assert resolve(arch.sm) == arch and arch.name == name
+        assert for_capability(arch.capability) == arch
+
+
+def test_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card's, then FAGEN_ARCH, then TORCH_CUDA_ARCH_LIST, then sm80 without a source."""
+    monkeypatch.setattr(target, "gpu_capability", lambda device=0: None)
+    monkeypatch.delenv("FAGEN_ARCH", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert target.default_archs() == ((resolve("sm80"),), "")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6;9.0")
+    assert target.default_archs() == ((resolve("sm86"), resolve("sm90")), "TORCH_CUDA_ARCH_LIST")
+    monkeypatch.setenv("FAGEN_ARCH", "sm89")
+    assert target.default_archs() == ((resolve("sm89"),), "FAGEN_ARCH")
+    monkeypatch.setattr(target, "gpu_capability", lambda device=0: (9, 0))
+    assert target.default_archs() == ((resolve("sm90"),), "the GPU")
+
+
+def check_tile(kernel: KernelPlan) -> None:
+    """What the template asserts, what the hardware allows, and room for what the plan promises."""
+    tile, where = kernel.tile, f"{kernel.slug} {kernel.tile}"
+    assert tile.tile_m % (16 * tile.warps) == 0 and tile.tile_n % 16 == 0, where
+    assert tile.stages in (1, 2) and tile.blocks_per_sm >= 1, where
+    assert kernel.threads == 32 * tile.warps <= MAX_THREADS_PER_BLOCK, where
+    assert kernel.smem_bytes % 16 == 0 and kernel.smem_bytes <= kernel.arch.smem_limit, where
+    # The multiprocessor has the limit of one block and 1 KiB, of which each block costs 1 KiB besides its own.
+    resident = tile.blocks_per_sm * (kernel.smem_bytes + 1024)
+    assert resident <= kernel.arch.smem_limit + 1024, where
+    # O alone must leave registers for the rest.
+    registers = REGISTERS_PER_SM // (tile.blocks_per_sm * kernel.threads)
+    o_registers = tile.tile_m // tile.warps * (-(-kernel.spec.dim_v // 16) * 16) // 32
+    assert o_registers < min(registers, MAX_REGISTERS) * 3 // 4, where
+
+
+@pytest.mark.parametrize("arch", [resolve(name) for name in known()], ids=known())
+def test_every_head_dim_has_a_tile_that_fits(arch: Arch) -> None:
+    features: list[dict[str, bool]] = [{}, *({name: True} for name in FEATURES), dict.fromkeys(FEATURES, True)]
+    for head_dim in HEAD_DIMS:
+        for dim_v in (None, 8, 64, 72, 128, 136, 192, 256):
+            for on in features:
+                for dtype in DTYPES:
+                    spec = AttentionSpec(head_dim=head_dim, head_dim_v=dim_v, dtype=dtype, **on)
+                    (kernel,) = plan(spec, arch)
+                    check_tile(kernel)
+
+
+@settings(max_examples=300)
+@given(specs(), archs())
+def test_any_spec_has_a_tile_that_fits(spec: AttentionSpec, arch: Arch) -> None:
+    (kernel,) = plan(spec, arch)
+    check_tile(kernel)
+    assert kernel.slug == f"fwd_{spec.slug}_{arch.name}" and kernel.entry == "fagen_fwd"
+
+
+def test_a_tile_that_does_not_fit_is_refused() -> None:
+    tile = TileConfig(tile_m=128, tile_n=128, warps=4, stages=2, blocks_per_sm=1)
+    message = r"needs 327680 bytes of shared memory a block; sm86 has 101376"
+    with pytest.raises(SpecError, match=message):
+        plan(AttentionSpec(head_dim=256), resolve("sm86"), tile)
