@@ -36,9 +36,17 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         auto_reload=True,
     )
+    result.filters["inset"] = _inset
     # Plain headers go in as they are: the operands of inline PTX, {%0, %1}, would read as Jinja.
     result.globals["plain"] = lambda path: loader.get_source(result, path)[0]
     return result
+
+
+def _inset(text: str, width: int) -> str:
+    """Code of a macro, moved right by `width` columns but for the first line; `#pragma` lines stay at the margin."""
+    lines = text.strip().split("\n")
+    moved = (line if not line or line.startswith("#") else " " * width + line for line in lines[1:])
+    return "\n".join([lines[0], *moved])
 
 
 def render(kernel: KernelPlan, target: Target = "cuda") -> str:

@@ -36,18 +36,28 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     # Masks and modifications hold registers of their own; where the plain kernel has none left, they spill. Dropout must
     # not choose: with a probability of 0 it gives the bits of the kernel without it.
     plain = not (spec.causal or spec.window or spec.mods)
+    hopper = arch.smem_limit >= 227 * KIB
+    if widest <= 32:
+        # d32: 261 full, 245 causal with 64 keys a step; 96 keys 239 and 228.
+        return TileConfig(tile_m=128, tile_n=64, warps=4, stages=2, blocks_per_sm=2)
     if widest <= 64:
-        # 32 rows a warp halve the reads of K and V from shared memory. d64: 346 full, 337 causal; 64 keys a step 327 and
-        # 309, 112 spill. 99 KiB: 48 KiB a block leave room for two.
+        # d64: 346 full, 337 causal with 96 keys a step; 64 keys 327 and 309, 112 spill. 99 KiB: two blocks of 48 KiB.
         return TileConfig(tile_m=128, tile_n=96 if roomy else 64, warps=4, stages=2, blocks_per_sm=2)
+    if widest <= 128 and not roomy:  # two blocks of at most 48 KiB
+        return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
     if widest <= 128:
-        if not roomy:  # two blocks of 48 KiB
-            return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
-        # d128 full: 388 with 64 keys a step, 384 with 48. Causal: 331 and 363. Two blocks of 96 KiB need Hopper's 227 KiB.
-        wide = plain and arch.smem_limit >= 227 * KIB
+        # d80: 356 full, 341 causal with 64 keys a step; d96: 356 and 353, 48 keys 350 and 346. d128 full: 391, 48 keys 389;
+        # causal: 331, 48 keys 363; causal with softcap 340, 48 keys 331: its fragment seldom needs the maxima of a tile. Two
+        # blocks of 96 KiB need the 227 KiB of Hopper.
+        capped = [mod.name for mod in spec.mods] == ["softcap"]
+        wide = hopper and (plain or capped or widest <= 96)
         return TileConfig(tile_m=128, tile_n=64 if wide else 48, warps=4, stages=2, blocks_per_sm=2)
-    # O leaves registers for 16 rows a warp only. d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and
-    # 64 keys, two blocks, 336 and 350; a second stage 324.
+    # O leaves registers for 16 rows a warp only.
+    if widest <= 192 and roomy:
+        # d192: 351 full, 352 causal with 4 warps and 64 keys a step; 8 warps and 96 keys 342 and 337.
+        return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=2)
     if roomy:
+        # d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and 64 keys, two blocks, 336 and 350; a second
+        # stage 324.
         return TileConfig(tile_m=128, tile_n=80 if spec.alibi else 96, warps=8, stages=1, blocks_per_sm=1)
     return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=1)
