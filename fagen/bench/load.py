@@ -1,8 +1,8 @@
 """Times one `fagen.load` in a process of its own: `python -m fagen.bench.load SPEC ARCH`, SPEC as JSON.
 
 Prints the seconds from the call to its return, after `import torch` and the making of the spec, as a user's program
-would have them. With a GPU the kernel is the card's own, whatever ARCH says; without one, where none can be loaded, it times
-what `load` does up to the cubin for ARCH.
+would have them. With a GPU the kernel is the card's own, whatever ARCH says. Without one no cubin can be loaded; then
+the time is that of what `load` does up to the cubin for ARCH.
 """
 
 from __future__ import annotations
