@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code. Raises nothing on purpose."""
     if argv is not None:
         return _run(list(argv))
-    # The collector finds nothing in a process that starts, looks something up and ends, and searches for 50 of the 300 ms
-    # of a warm build: while modules are imported, and once more at exit.
+    # In a process that starts, looks something up and ends, the collector finds nothing and takes 50 of the 300 ms of a
+    # warm build: in passes while modules are imported, and once more at exit.
     gc.set_threshold(100_000)
     try:
         return _run(sys.argv[1:])
