@@ -15,7 +15,7 @@ from fagen.arch import Arch, for_capability, resolve
 from fagen.build import find_or_build
 from fagen.cache import Artifact
 from fagen.emulator import EmulatedKernel
-from fagen.errors import SpecError
+from fagen.errors import LaunchError, SpecError
 from fagen.launch import CudaKernel
 from fagen.mods import LOG2E, MODS, CallContext, positive_float
 from fagen.plan import KernelPlan, plan
@@ -39,7 +39,8 @@ def load(spec: AttentionSpec, *, arch: str | None = None, emulate: bool | None =
     arch: "sm80", "sm90", ...; default the card's, without one FAGEN_ARCH or TORCH_CUDA_ARCH_LIST, without those sm80.
     emulate: True runs the kernel on the CPU, False on the GPU; None decides by where the tensors of a call are.
 
-    Raises SpecError for an unknown architecture, ToolchainError where no compiler is found, BuildError where one fails.
+    Raises SpecError for an unknown architecture, ToolchainError where no compiler is found, BuildError where one fails,
+    LaunchError for emulate=False without a GPU.
     """
     attention = Attention(spec, arch=arch, emulate=emulate)
     attention.prepare()
@@ -57,8 +58,10 @@ class Attention:
 
     def prepare(self) -> None:
         """Builds and loads the kernel for the device that calls will most likely use."""
-        if self.emulate is not False and (self.emulate or not torch.cuda.is_available()):
+        if self.emulate or (self.emulate is None and not torch.cuda.is_available()):
             self._launcher(torch.device("cpu"))
+        elif not torch.cuda.is_available():
+            raise LaunchError("emulate=False, and PyTorch finds no GPU here: leave emulate out; fagen doctor says more")
         else:
             self._launcher(torch.device("cuda", torch.cuda.current_device()))
 
@@ -84,6 +87,7 @@ class Attention:
         seed: int | None = None,
         return_lse: bool = False,
         _poison: bool = False,
+        **values_of_mods: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """o = softmax(modified scores) v, as SEMANTICS defines it.
 
@@ -95,6 +99,7 @@ class Attention:
         alibi_slopes: float32 (Hq,) or (B, Hq), with spec.alibi.
         dropout_p: probability in [0, 1), with spec.dropout; seed: an integer that fixes the mask, else PyTorch's
         generator of the device draws one.
+        values_of_mods: by its argument, the value of any other score modification that the spec has.
 
         Returns o (B, Sq, Hq, Dv), with return_lse also lse (B, Hq, Sq) float32, natural logarithm, of the undropped
         scores; -inf and o = 0 for a row that sees nothing.
@@ -106,13 +111,16 @@ class Attention:
         batch, seqlen_q, heads_q, seqlen_k, heads_k = _check_tensors(spec, q, k, v)
         device = q.device
         scale = spec.head_dim**-0.5 if softmax_scale is None else positive_float("softmax_scale", softmax_scale)
-        given = {"softcap": softcap, "alibi_slopes": alibi_slopes}
+        given = {"softcap": softcap, "alibi_slopes": alibi_slopes, **values_of_mods}
         call = CallContext(batch=batch, heads_q=heads_q, softmax_scale=scale, device=device)
         values: dict[str, Any] = {"softmax_scale_log2": scale * LOG2E}
         for mod in MODS:
-            _check_given(mod.name, mod.argument, getattr(spec, mod.name), given[mod.argument])
+            value = given.pop(mod.argument, None)
+            _check_given(mod.name, mod.argument, getattr(spec, mod.name), value)
             if getattr(spec, mod.name):
-                values |= mod.pack(given[mod.argument], call)
+                values |= mod.pack(value, call)
+        if given:
+            raise SpecError(f"a call takes no argument {', '.join(given)}")
         values |= _window(spec, window, seqlen_q, seqlen_k)
         values |= _dropout(spec, dropout_p, seed, device)
 
@@ -145,7 +153,9 @@ class Attention:
     def _load(self, device: torch.device) -> _Launcher:
         if device.type == "cpu":
             if self.emulate is False:
-                raise SpecError("the tensors are on the CPU and emulate=False; move them to a GPU, or leave emulate out")
+                raise SpecError(
+                    "the tensors are on the CPU and emulate=False; move them to a GPU, or leave emulate out"
+                )
             return _Launcher.load(self._arch or _default_arch(), self.spec, None)
         if device.type != "cuda":
             raise SpecError(f"the tensors are on {device}; fagen runs on CUDA devices, and emulated on the CPU")
@@ -217,6 +227,8 @@ def _check_tensors(
 ) -> tuple[int, int, int, int, int]:
     """(B, Sq, Hq, Sk, Hk); SpecError unless the three fit the spec and one another."""
     for name, tensor, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.dim_v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise SpecError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise SpecError(f"{name} has {tensor.dim()} dimensions; expected (batch, seqlen, heads, head_dim)")
         if tensor.dtype != DTYPES[spec.dtype]:
@@ -239,7 +251,9 @@ def _check_tensors(
     if k.shape[0] != batch or v.shape[0] != batch:
         raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
     if v.shape[1] != seqlen_k or v.shape[2] != heads_k:
-        raise SpecError(f"k is {tuple(k.shape[:3])} and v {tuple(v.shape[:3])} in (batch, seqlen, heads): must be equal")
+        raise SpecError(
+            f"k is {tuple(k.shape[:3])} and v {tuple(v.shape[:3])} in (batch, seqlen, heads): must be equal"
+        )
     if heads_k == 0 or heads_q % heads_k:
         raise SpecError(f"{heads_q} query heads over {heads_k} key heads: the first must be a multiple of the second")
     return batch, seqlen_q, heads_q, seqlen_k, heads_k
@@ -255,11 +269,14 @@ def _check_given(feature: str, argument: str, wanted: bool, value: Any) -> None:
 def _window(spec: AttentionSpec, window: tuple[int, int] | None, seqlen_q: int, seqlen_k: int) -> Mapping[str, int]:
     """Bounds for the kernel: -1 becomes a distance past every key, and causal closes the right side."""
     if not spec.window:
-        _check_given("window", "window", False, None if window is None or tuple(window) == (-1, -1) else window)
+        _check_given("window", "window", False, None if window in ((-1, -1), [-1, -1]) else window)
         return {}
     _check_given("window", "window", True, window)
-    assert window is not None
-    if len(window) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window):
+    if (
+        not isinstance(window, tuple | list)
+        or len(window) != 2
+        or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window)
+    ):
         raise SpecError(f"window={window!r}: expected (left, right), each an integer of at least 0, or -1 for no bound")
     unbounded = seqlen_q + seqlen_k
     left, right = (unbounded if side < 0 else min(side, unbounded) for side in window)
