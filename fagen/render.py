@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
 
-from fagen.errors import FagenError
+from fagen.errors import BuildError, FagenError
 from fagen.plan import KernelPlan
 
 Target = Literal["cuda", "emulate"]
@@ -53,8 +54,26 @@ def render(kernel: KernelPlan, target: Target = "cuda") -> str:
     """The text of `kernel`, for nvcc or NVRTC ("cuda") or for a host C++ compiler ("emulate").
 
     The same plan gives the same bytes, on any machine: no path, time or environment enters.
+
+    Raises BuildError for a template that is missing, malformed or uses an undefined name.
     """
-    return environment().get_template("kernel.j2").render(**_context(kernel), target=target)
+    try:
+        return environment().get_template("kernel.j2").render(**_context(kernel), target=target)
+    except jinja2.TemplateError as error:
+        raise BuildError(f"{kernel.slug}: {_explain(error)}") from error
+
+
+def _explain(error: jinja2.TemplateError) -> str:
+    """What is wrong, with the template and the line where it is."""
+    if isinstance(error, jinja2.TemplateNotFound):
+        return f"there is no template {error.name}"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"{error.name}, line {error.lineno}: {error.message}"
+    folder = template_dir()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).parents]
+    return "".join(f"{Path(frame.filename).relative_to(folder)}, line {frame.lineno}: " for frame in frames[-1:]) + str(
+        error
+    )
 
 
 def _context(kernel: KernelPlan) -> dict[str, Any]:

@@ -1,0 +1,293 @@
+"""`fagen.load` as its users meet it: what a call may not be, what is built once, and what is built again."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fagen
+from fagen import build, ops, reference, render
+from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
+from fagen.errors import CacheError, LaunchError, SpecError
+from fagen.spec import AttentionSpec
+
+PLAIN = AttentionSpec(head_dim=16)
+FULL = AttentionSpec(head_dim=16, window=True, softcap=True, alibi=True, dropout=True)
+VALUES: dict[str, Any] = {
+    "window": (3, 2),
+    "softcap": 5.0,
+    "alibi_slopes": torch.tensor([0.25, 0.5]),
+    "dropout_p": 0.1,
+    "seed": 1,
+}
+
+
+def tensors(seqlen: int = 9, heads: int = 2, heads_k: int = 1, dim: int = 16, seed: int = 0) -> list[Tensor]:
+    """q, k, v: unit normal, bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, seqlen, heads, dim), (1, seqlen, heads_k, dim), (1, seqlen, heads_k, dim)]
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+@pytest.fixture(scope="module")
+def plain() -> fagen.Attention:
+    return fagen.load(PLAIN, arch="sm80", emulate=True)
+
+
+@pytest.fixture(scope="module")
+def full() -> fagen.Attention:
+    return fagen.load(FULL, arch="sm80", emulate=True)
+
+
+def replaced(index: int, make: Callable[[Tensor], Any]) -> list[Any]:
+    """q, k, v with one of them made anew."""
+    made: list[Any] = list(tensors())
+    made[index] = make(made[index])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (replaced(0, Tensor.half), r"q has dtype torch\.float16; the spec's dtype is bf16 \(torch\.bfloat16\)"),
+        (replaced(2, Tensor.float), r"v has dtype torch\.float32; the spec's dtype is bf16"),
+        (replaced(1, lambda x: x.to("meta")), "k is on meta, q on cpu; all tensors must be on one device"),
+        (replaced(0, lambda x: x.to("meta")), "k is on cpu, q on meta; all tensors must be on one device"),
+        ([x.to("meta") for x in tensors()], "the tensors are on meta; fagen runs on CUDA devices, and emulated on"),
+        (
+            replaced(0, lambda x: x.transpose(1, 3).contiguous().transpose(1, 3)),
+            r"q has stride 18 .*must be contiguous: pass q\.contiguous\(\)",
+        ),
+        (replaced(1, lambda x: x[..., :1].expand(-1, -1, -1, 16)), r"k has stride 0 .*pass k\.contiguous\(\)"),
+        (tensors(heads=3, heads_k=2), "3 query heads over 2 key heads: the first must be a multiple of the second"),
+        (tensors(heads_k=0), "2 query heads over 0 key heads"),
+        (tensors(dim=24), "q has head dim 24; the spec's is 16"),
+        (replaced(2, lambda x: x[..., :8]), "v has head dim 8; the spec's is 16"),
+        (replaced(0, lambda x: x[0]), r"q has 3 dimensions; expected \(batch, seqlen, heads, head_dim\)"),
+        (replaced(1, lambda x: x.expand(2, -1, -1, -1)), "batches of 1, 2 and 1; they must be equal"),
+        (replaced(2, lambda x: x[:, :5]), r"k is \(1, 9, 1\) and v \(1, 5, 1\)"),
+        (replaced(2, lambda x: x.requires_grad_()), r"computes none: call under torch\.no_grad\(\)"),
+        (replaced(1, lambda x: x.tolist()), "k must be a tensor, got list"),
+        (replaced(0, lambda x: x[:, :1].expand(-1, 2**30, -1, -1)), "q has 1073741824 positions; at most"),
+    ],
+)
+def test_tensors_that_do_not_fit(plain: fagen.Attention, inputs: list[Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        plain(*inputs)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES.items())
+def test_a_value_without_its_feature(plain: fagen.Attention, name: str, value: Any) -> None:
+    feature = {"alibi_slopes": "alibi", "dropout_p": "dropout", "seed": "dropout"}.get(name, name)
+    with pytest.raises(SpecError, match=rf"{name} is given, .*AttentionSpec\(\.\.\., {feature}=True\)"):
+        plain(*tensors(), **{name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "seed"])
+def test_a_feature_without_its_value(full: fagen.Attention, name: str) -> None:
+    with pytest.raises(SpecError, match=rf"the spec has \w+=True: pass {name}=\.\.\."):
+        full(*tensors(), **{key: value for key, value in VALUES.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *(("softmax_scale", value, "softmax_scale must be a") for value in (0.0, -1.0, float("nan"), "0.1", True)),
+        *(("softcap", value, "softcap must be a") for value in (0.0, -5.0, float("inf"), True, torch.tensor(5.0))),
+        *(("dropout_p", p, r"dropout_p=.* must be .*at least 0 and below 1") for p in (1.0, -0.1, 2, "0.1", True)),
+        *(
+            ("seed", seed, "seed=.* must be an integer that fits in 64 bits")
+            for seed in (2**64, -(2**63) - 1, 0.5, True)
+        ),
+        *(
+            ("window", w, r"window=.*: expected \(left, right\)")
+            for w in ((-2, 0), (0, -5), (1,), (1, 2, 3), (1.0, 1), 5)
+        ),
+        ("alibi_slopes", 0.5, "alibi_slopes must be a float32 tensor, got float"),
+        ("alibi_slopes", torch.ones(3), r"alibi_slopes has shape \(3,\); expected \(2,\) or \(1, 2\)"),
+        ("alibi_slopes", torch.ones(2).double(), r"alibi_slopes has dtype torch\.float64; expected torch\.float32"),
+        ("alibi_slopes", torch.ones(2, device="meta"), "alibi_slopes is on meta, q on cpu"),
+        ("soft_cap", 5.0, "a call takes no argument soft_cap"),
+    ],
+)
+def test_values_that_mean_nothing(full: fagen.Attention, name: str, value: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        full(*tensors(), **(VALUES | {name: value}))
+    assert "\n" not in str(caught.value)
+
+
+def test_values_that_mean_off_need_no_feature(plain: fagen.Attention) -> None:
+    expected = plain(*tensors())
+    assert torch.equal(plain(*tensors(), window=(-1, -1), dropout_p=0.0, softcap=None), expected)
+
+
+def test_inputs_that_require_a_gradient_are_taken_without_autograd(plain: fagen.Attention) -> None:
+    q, k, v = tensors()
+    expected = plain(q, k, v)
+    q.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(plain(q, k, v), expected)
+    with torch.inference_mode():
+        assert torch.equal(plain(q, k, v), expected)
+
+
+def test_results(full: fagen.Attention) -> None:
+    """o alone or with lse, in the shapes and types that the docstring names, and right."""
+    q, k, v = tensors(seqlen=40)
+    o = full(q, k, v, **VALUES)
+    assert isinstance(o, Tensor) and o.shape == q.shape and o.dtype == q.dtype and o.is_contiguous()
+    again, lse = full(q, k, v, return_lse=True, **VALUES)
+    assert torch.equal(again, o) and lse.shape == (1, 2, 40) and lse.dtype == torch.float32
+    expected_o, expected_lse = reference.attention(q, k, v, **VALUES)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
+
+
+def test_dropout_without_a_seed_follows_the_generator(full: fagen.Attention) -> None:
+    values = {name: value for name, value in VALUES.items() if name != "seed"} | {"dropout_p": 0.5}
+    torch.manual_seed(3)
+    first, second = (full(*tensors(), **values) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(full(*tensors(), **values), first)
+    assert not torch.equal(first, second)
+
+
+def test_where_a_kernel_runs(plain: fagen.Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = ops.Attention(PLAIN, emulate=False)
+    with pytest.raises(SpecError, match="on the CPU and emulate=False"):
+        on_gpu(*tensors())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match="finds no GPU"):
+        fagen.load(PLAIN, emulate=False)
+    monkeypatch.delenv("FAGEN_ARCH", raising=False)
+    with pytest.raises(SpecError, match="unknown architecture 'sm81'"):
+        fagen.load(PLAIN, arch="sm81")
+    assert plain.kernel("cpu").arch.name == "sm80" and plain.artifact("cpu").target == "emulate"
+
+
+# What is built once, and again
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Slugs of what gets compiled from here on."""
+    compiled: list[str] = []
+    original = build._build_missing
+
+    def note(missing: Any, *arguments: Any) -> None:
+        compiled.extend(request.kernel.slug for request in missing)
+        original(missing, *arguments)
+
+    monkeypatch.setattr(build, "_build_missing", note)
+    return compiled
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("FAGEN_CACHE_DIR", str(directory))
+    return directory
+
+
+def test_memo(fresh_cache: Path, compilations: list[str]) -> None:
+    """One build and one loaded library for all equal specs."""
+    first, second = (fagen.load(AttentionSpec(head_dim=16), arch="sm80", emulate=True) for _ in range(2))
+    assert compilations == ["fwd_hdim16_bf16_sm80"]
+    assert first._launcher(torch.device("cpu"))._loaded is second._launcher(torch.device("cpu"))._loaded
+    assert torch.equal(first(*tensors()), second(*tensors()))
+    assert fagen.load(PLAIN, arch="sm90", emulate=True).artifact("cpu") != first.artifact("cpu")
+    assert compilations == ["fwd_hdim16_bf16_sm80", "fwd_hdim16_bf16_sm90"]
+
+
+def test_many_threads(fresh_cache: Path, compilations: list[str]) -> None:
+    """Threads that load and call at once on a cold cache all get the right answer, from one build."""
+    expected = reference.attention(*tensors(), return_lse=False)
+    results: list[Tensor | BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors()))
+        except BaseException as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    for o in results:
+        assert isinstance(o, Tensor), o
+        assert torch.equal(o, results[0]) and compare_o(o, expected, OUTPUT_BUDGET["bf16"]).passed
+    assert len(list(fresh_cache.glob("fwd_*"))) == 1
+
+
+def test_without_just_in_time_compilation(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAGEN_JIT", "0")
+    with pytest.raises(CacheError) as caught:
+        fagen.load(AttentionSpec(head_dim=16, causal=True), arch="sm80", emulate=True)
+    assert "fwd_hdim16_bf16_causal_sm80" in str(caught.value)
+    assert "fagen build --head-dim 16 --causal --arch sm80 --emulate" in str(caught.value)
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the templates, which this process renders from."""
+    copy = tmp_path / "templates"
+    shutil.copytree(render.template_dir(), copy)
+    monkeypatch.setattr(render, "template_dir", lambda: copy)
+    render.environment.cache_clear()
+    yield copy
+    render.environment.cache_clear()
+
+
+def test_an_edited_template_is_the_new_code(fresh_cache: Path, templates: Path, compilations: list[str]) -> None:
+    """Loaded again in the same process: a changed fragment, a changed primitive, and both back again."""
+    original = fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors())
+    fragment, primitive = templates / "common" / "epilogue.cuh.j2", templates / "emulate" / "global.hpp"
+    before = fragment.read_text(), primitive.read_text()
+
+    edited, count = re.subn(r"/ sum;", "* 2.0f / sum;", before[0])
+    assert count == 1
+    fragment.write_text(edited)
+    doubled = fagen.load(PLAIN, arch="sm80", emulate=True)
+    assert torch.equal(doubled(*tensors()), 2 * original)
+
+    primitive.write_text(before[1] + "\n// changed\n")
+    fagen.load(PLAIN, arch="sm80", emulate=True)
+    assert len(compilations) == 3
+
+    fragment.write_text(before[0])
+    primitive.write_text(before[1])
+    assert torch.equal(fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors()), original)
+    assert torch.equal(doubled(*tensors()), 2 * original)
+    assert len(compilations) == 3
+
+
+def test_a_broken_template_is_a_build_error_and_the_cache_stays_sound(fresh_cache: Path, templates: Path) -> None:
+    good = fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors())
+    path = templates / "common" / "mask.cuh.j2"
+    before = path.read_text()
+    path.write_text(before + "        no_such_function(TILE_N);\n")
+    with pytest.raises(fagen.BuildError, match="no_such_function") as caught:
+        fagen.load(PLAIN, arch="sm80", emulate=True)
+    assert caught.value.command and caught.value.source is not None and caught.value.source.exists()
+    line = before.count("\n") + 1
+    for text, message in (
+        ("{{ no_such_name }}", f"common/mask.cuh.j2, line {line}: 'no_such_name' is undefined"),
+        ("{% if %}", f"common/mask.cuh.j2, line {line}: "),
+        ('{% include "common/none.j2" %}', "there is no template common/none.j2"),
+    ):
+        path.write_text(f"{before}{text}\n")
+        with pytest.raises(fagen.BuildError, match=re.escape(message)):
+            fagen.load(PLAIN, arch="sm80", emulate=True)
+    path.write_text(before)
+    assert torch.equal(fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors()), good)
