@@ -71,9 +71,8 @@ def _explain(error: jinja2.TemplateError) -> str:
         return f"{error.name}, line {error.lineno}: {error.message}"
     folder = template_dir()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).parents]
-    return "".join(f"{Path(frame.filename).relative_to(folder)}, line {frame.lineno}: " for frame in frames[-1:]) + str(
-        error
-    )
+    place = f"{Path(frames[-1].filename).relative_to(folder)}, line {frames[-1].lineno}: " if frames else ""
+    return f"{place}{error}"
 
 
 def _context(kernel: KernelPlan) -> dict[str, Any]:
