@@ -130,6 +130,8 @@ def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         with warnings.catch_warnings():
+            # PyTorch says so at its first tensor; nothing here needs NumPy.
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
             warnings.showwarning = _warn
             code = app(args=arguments, prog_name="fagen", standalone_mode=False)
     except FagenError as error:
