@@ -1,0 +1,56 @@
+"""Every architecture of the table: kernels compile for it, and its own tiles compute the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_forward import ORDERS, SMALL
+
+import fagen
+from fagen import reference
+from fagen.arch import known, resolve
+from fagen.build import build
+from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
+from fagen.plan import plan
+from fagen.spec import AttentionSpec
+
+SPECS = [
+    AttentionSpec(head_dim=128, causal=True, softcap=True),
+    AttentionSpec(head_dim=256, dtype="fp16", window=True, alibi=True, dropout=True),
+]
+
+
+@pytest.mark.parametrize("name", known())
+def test_kernels_compile_for_every_architecture(name: str) -> None:
+    """A cubin without a stack frame beyond a few spilled registers, within the architecture's shared memory."""
+    arch = resolve(name)
+    kernels = [kernel for spec in SPECS for kernel in plan(spec, arch)]
+    for kernel, artifact in zip(kernels, build(kernels), strict=True):
+        assert artifact.resources is not None
+        assert artifact.resources.registers <= 255
+        assert artifact.resources.stack <= 128
+        assert kernel.smem_bytes <= arch.smem_limit
+
+
+@pytest.mark.parametrize("name", ["sm86", "sm90"])
+@pytest.mark.parametrize("id_", ORDERS)
+def test_tiles_of_other_architectures_emulated(id_: str, name: str) -> None:
+    """sm80 is what the case table runs by default; 99 KiB and 227 KiB of shared memory have tiles of their own."""
+    case = next(case for case in SMALL if case.id == id_)
+    inputs = case.inputs("cpu")
+    attention = fagen.load(case.spec, arch=name, emulate=True)
+    assert attention.kernel("cpu").arch.name == name
+    o, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, _poison=True, **inputs.call)
+    expected_o, expected_lse = case.reference(inputs)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET[case.spec.dtype]).passed
+    assert compare_lse(lse, expected_lse).passed
+
+
+@pytest.mark.gpu
+def test_ptx_is_compiled_by_the_driver() -> None:
+    """PTX for an older target runs on this card and gives the numbers of the emulator within the budget."""
+    spec = AttentionSpec(head_dim=64, causal=True)
+    attention = fagen.load(spec, arch="8.0+PTX")
+    q, k, v = (torch.randn(1, 100, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    expected, _ = reference.attention(q, k, v, causal=True)
+    assert compare_o(attention(q, k, v), expected, OUTPUT_BUDGET["bf16"]).passed
