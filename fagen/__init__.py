@@ -20,7 +20,18 @@ _HOMES = {
     "LaunchError": "fagen.errors",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "BuildError",
+    "CacheError",
+    "FagenError",
+    "LaunchError",
+    "SpecError",
+    "ToolchainError",
+    "__version__",
+    "load",
+]
 
 if TYPE_CHECKING:
     from fagen.errors import BuildError, CacheError, FagenError, LaunchError, SpecError, ToolchainError

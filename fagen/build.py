@@ -129,8 +129,8 @@ def build(
 
 
 def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> list[Artifact]:
-    """What `fagen.load` runs: as `build`, but with FAGEN_JIT=0 a missing kernel is an error, and without a CUDA compiler
-    any cubin of the same source serves.
+    """What `fagen.load` runs: as `build`, but with FAGEN_JIT=0 a missing kernel is an error, and without a CUDA
+    compiler any cubin of the same source serves.
 
     Raises CacheError that names the missing kernel and the command which builds it.
     """
@@ -485,5 +485,6 @@ def _available_memory() -> int | None:
 
 def _no_space() -> CacheError:
     return CacheError(
-        f"no space left in {cache.cache_dir()}, nothing was published: free some, or set FAGEN_CACHE_DIR to another disk"
+        f"no space left in {cache.cache_dir()}, nothing was published: free some, "
+        "or set FAGEN_CACHE_DIR to another disk"
     )

@@ -107,7 +107,7 @@ def digest(source: str, flags: Sequence[str], arch: str, identity: str) -> str:
 
 
 def directory_name(slug: str, key: str) -> str:
-    """Name of the artifact's directory: safe in any file system, ninja file and shell, at most 255 bytes with `.lock`."""
+    """Name of the artifact's directory: safe in file systems, ninja files and shells, at most 255 bytes and `.lock`."""
     safe = re.sub(r"[^A-Za-z0-9_.+-]", "_", slug).lstrip(".-") or "kernel"
     return f"{safe[: _NAME_BYTES - 1 - _DIGEST_DIGITS]}-{key[:_DIGEST_DIGITS]}"
 
@@ -166,7 +166,8 @@ def build_dir(target: Target) -> Path:
             )
         return root
     raise CacheError(
-        f"no directory to keep kernels in: {', '.join(tried) or primary}. Set FAGEN_CACHE_DIR to a directory of your own"
+        f"no directory to keep kernels in: {', '.join(tried) or primary}. "
+        "Set FAGEN_CACHE_DIR to a directory of your own"
     )
 
 
@@ -277,7 +278,7 @@ def publish(staged: Path, root: Path, name: str, *, replace: bool = False) -> Ar
 
 @contextmanager
 def lock(root: Path, name: str, *, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock of artifact `name` under `root`: True when it is held; False, with `wait=False`, when another has it.
+    """Holds the lock of artifact `name` under `root`: True when it is; False, with `wait=False`, when another has it.
 
     Raises CacheError where the file system has no locks.
     """
@@ -367,8 +368,8 @@ def list_artifacts() -> list[Artifact]:
 def clean(predicate: Callable[[Artifact], bool] | None = None) -> tuple[int, int]:
     """Removes the artifacts that `predicate` accepts; without one all, damaged ones and failed builds too.
 
-    Returns how many directories and how many bytes went. Nothing that is not fagen's is touched. Raises CacheError where
-    a directory cannot be written to.
+    Returns how many directories and how many bytes went. Nothing that is not fagen's is touched. Raises CacheError
+    where a directory cannot be written to.
     """
     removed = freed = 0
     for root in _all_dirs():

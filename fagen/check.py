@@ -1,6 +1,6 @@
 """Is a kernel right? One call of it beside the float64 reference, judged by the budgets of SEMANTICS.md.
 
-`Case` names one call (a spec, shapes, values, memory layout) and makes its inputs; the rows of tests/cases.py are Cases.
+`Case` names one call (a spec, shapes, values, memory layout) and makes its inputs; tests/cases.py is a table of them.
 `compare_o` and `compare_lse` judge outputs, `check` does the whole: build, run, compare, time.
 """
 
@@ -56,8 +56,8 @@ class Case:
     """One call of one kernel: a row of the table that tests, `fagen check` and `fagen bench` share.
 
     `window`, `dropout_p` and `values` (by the arguments of the score modifications: a number, or a function of the case
-    and a generator that makes one) may be left out for features that the spec has: then the example of the modification stands in. `large`
-    marks a case that takes too long emulated.
+    and a generator that makes one) may be left out for features that the spec has: then the example of the modification
+    stands in. `large` marks a case that takes too long emulated.
     """
 
     spec: AttentionSpec
@@ -117,8 +117,8 @@ class Case:
             device=torch.device("cpu"),
         )
         examples = {mod.argument: mod.example(context) for mod in self.spec.mods}
-        for name, value in (examples | dict(self.values)).items():
-            value = value(self, generator) if callable(value) else value
+        for name, given in (examples | dict(self.values)).items():
+            value = given(self, generator) if callable(given) else given
             call[name] = value.to(device) if isinstance(value, Tensor) else value
         return Inputs(q, k, v, call)
 
@@ -349,13 +349,17 @@ def _default_case(
 def _seconds_on_gpu(call: Callable[[], Any], calls: int = 10) -> float:
     """Median duration of a call by CUDA events, in seconds, after two that warm up."""
     call(), call()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    pairs = [(_event(), _event()) for _ in range(calls)]
     for start, end in pairs:
         start.record()
         call()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairs)) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _jsonable(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Literal, TypeVar
 
 from fagen import cache, env, toolchain
 from fagen.arch import Arch, for_capability
+from fagen.driver import Gpu, driver_version, gpus
 from fagen.errors import FagenError
 
 T = TypeVar("T")
@@ -20,7 +20,6 @@ Status = Literal["ok", "missing", "not needed", "problem"]
 OLDEST_TORCH = (2, 9)
 INSTALL_CUDA = "pip install 'fagen[cuda]'"
 
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,6 @@ class Diagnosis:
         return "no kernel can be built and run here"
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One card, as the driver describes it."""
-
-    name: str
-    capability: tuple[int, int]
-
-
 def diagnose() -> Diagnosis:
     """Looks for everything that fagen uses, without torch or cuda-bindings. Raises nothing for what is amiss."""
     cards = gpus()
@@ -106,30 +97,6 @@ def diagnose() -> Diagnosis:
         runs_cuda=builds_cuda and gpu.ok and bindings.ok and torch.ok and not _torch_is_for_cpus(),
         runs_cpu=host.ok and ninja.ok and torch.ok and store.ok,
     )
-
-
-def gpus() -> list[Gpu]:
-    """The cards that the driver shows, through its library alone: cuda-bindings may be what is missing."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int()
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-            return []
-        return [_describe(driver, index) for index in range(count.value)]
-    except (OSError, AttributeError):
-        return []
-
-
-def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
-    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-    driver.cuDeviceGet(ctypes.byref(device), index)
-    driver.cuDeviceGetName(name, len(name), device)
-    numbers = []
-    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
-        number = ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
-        numbers.append(number.value)
-    return Gpu(name.value.decode(errors="replace"), (numbers[0], numbers[1]))
 
 
 def _asked_compiler() -> str | None:
@@ -166,7 +133,7 @@ def _cuda_compiler(arch: Arch | None) -> Finding:
 
 
 def _driver() -> Finding:
-    version = toolchain.driver_version()
+    version = driver_version()
     if version is None:
         return Finding("driver", "not needed", "none", "to run on a GPU, install NVIDIA's driver")
     return Finding("driver", "ok", f"supports CUDA {version[0]}.{version[1]}")
@@ -174,7 +141,7 @@ def _driver() -> Finding:
 
 def _gpu(cards: list[Gpu], arch: Arch | None) -> Finding:
     if not cards:
-        if toolchain.driver_version() is None:
+        if driver_version() is None:
             return Finding("GPU", "not needed", "none", "kernels run emulated on the CPU: fagen check --emulate")
         return Finding("GPU", "problem", "the driver shows none", "see nvidia-smi and CUDA_VISIBLE_DEVICES")
     found = "; ".join(f"{card.name} ({card.capability[0]}.{card.capability[1]})" for card in cards)

@@ -4,7 +4,7 @@
 |---|---|---|
 | `FAGEN_CACHE_DIR` | where artifacts are kept | a directory, made on demand |
 | `FAGEN_COMPILER` | which CUDA compiler builds kernels | `nvrtc`, `nvcc` |
-| `FAGEN_NVCC` | the nvcc to run; without `FAGEN_COMPILER` it also chooses nvcc | path of an executable, or a name on `PATH` |
+| `FAGEN_NVCC` | the nvcc to run; without `FAGEN_COMPILER` it also chooses nvcc | a path, or a name on `PATH` |
 | `CUDA_HOME` | toolkit to take nvcc from after `FAGEN_NVCC` | a directory |
 | `FAGEN_CXX`, `CXX` | C++ compiler of emulated kernels | an executable, with options if need be: `ccache g++` |
 | `FAGEN_ARCH` | default architecture | one architecture, such as `sm90a` |
@@ -66,7 +66,7 @@ def cache_dir() -> Path | None:
 
 
 def compiler() -> Literal["nvrtc", "nvcc"] | None:
-    """`FAGEN_COMPILER`: the CUDA compiler to use, None for the default choice. Raises ToolchainError for another name."""
+    """`FAGEN_COMPILER`: the CUDA compiler to use, None for the default choice. ToolchainError for another name."""
     value = _get("FAGEN_COMPILER")
     if value is None:
         return None

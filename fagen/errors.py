@@ -1,4 +1,4 @@
-"""Every exception that fagen raises on purpose. The command line prints its text as one message and exits with `exit_code`."""
+"""Every exception that fagen raises on purpose. The command line prints its text and exits with `exit_code`."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def _pack_softcap(value: Any, call: CallContext) -> Mapping[str, Any]:
 
 
 def _eager_softcap(scores: torch.Tensor, value: Any, context: ScoreContext) -> torch.Tensor:
-    return value * (scores / value).tanh()
+    cap = float(value)
+    return cap * (scores / cap).tanh()
 
 
 def _pack_alibi(value: Any, call: CallContext) -> Mapping[str, Any]:

@@ -93,8 +93,8 @@ class Nvrtc:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
     def _preload_builtins(self) -> None:
-        # NVRTC opens its second library by bare name, which fails where the directory is not on the loader's path, as in
-        # the pip package of CUDA 13.0; a library of that name that is already open is found.
+        # NVRTC opens its second library by bare name, which fails where the directory is not on the loader's path, as
+        # in the pip package of CUDA 13.0; a library of that name that is already open is found.
         major, minor = self.version()
         sibling = os.path.join(os.path.dirname(os.path.realpath(self._path)), f"libnvrtc-builtins.so.{major}.{minor}")
         if os.path.isfile(sibling):

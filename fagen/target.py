@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from fagen import env
 from fagen.arch import Arch, for_capability, parse_list, resolve
+from fagen.driver import gpus
 
 FALLBACK = "sm80"
 
 
-def gpu_capability(device: int = 0) -> tuple[int, int] | None:
-    """Compute capability of the card, asked of the driver; None without a card, a driver or cuda-bindings."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        return None
-    try:
-        (error,) = driver.cuInit(0)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            return None
-        error, handle = driver.cuDeviceGet(device)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            return None
-        attribute = driver.CUdevice_attribute
-        _, major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
-        _, minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
-    except RuntimeError:  # cuda-bindings found no driver library to load
-        return None
-    return int(major), int(minor)
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the first card; None without one."""
+    cards = gpus()
+    return cards[0].capability if cards else None
 
 
 def default_archs() -> tuple[tuple[Arch, ...], str]:

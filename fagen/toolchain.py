@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fagen import env
+from fagen.driver import driver_version
 from fagen.errors import ToolchainError
 from fagen.nvrtc import Nvrtc, NvrtcError
 
@@ -260,18 +261,6 @@ def find_ninja() -> Path:
 
 
 @lru_cache(maxsize=1)
-def driver_version() -> tuple[int, int] | None:
-    """The CUDA version that the NVIDIA driver here supports, (13, 0); None without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        number = ctypes.c_int()
-        if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    return number.value // 1000, number.value % 1000 // 10
-
-
 def _is_program(path: Path) -> bool:
     return os.path.isfile(path) and os.access(path, os.X_OK)  # unlike Path.is_file, False in an unreadable folder
 
@@ -310,7 +299,7 @@ def _major_minor(version: str) -> tuple[int, int]:
 
 
 def _package_folders(kind: str, old_name: str) -> Iterator[Path]:
-    """Folders `kind` ("lib", "bin") of NVIDIA's pip packages: of CUDA 13 and newer together, of CUDA 12 one a package."""
+    """Folders `kind` ("lib", "bin") of NVIDIA's pip packages: CUDA 13 and newer share one, CUDA 12 has one each."""
     for root in sys.path:
         nvidia = Path(root or ".") / "nvidia"
         toolkits = (re.fullmatch(r"cu(\d+)", entry.name) for entry in nvidia.glob("cu*"))

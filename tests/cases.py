@@ -1,4 +1,4 @@
-"""The one table of kernels, shapes and features: what the tests run emulated and on a GPU, and what `fagen bench` times.
+"""The one table of kernels, shapes and features: what the tests run, emulated and on a GPU.
 
 Rows are grouped by spec, since a spec is one compile. Rows marked `large` run on a GPU only. A new score modification
 adds a row here.

@@ -13,7 +13,7 @@ CACHE = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
-    # One cache for the session and all xdist workers, which inherit the variable: each variant is compiled once. Whoever
+    # One cache for the session and all xdist workers, which inherit the variable: a variant is compiled once. Whoever
     # sets FAGEN_CACHE_DIR keeps the variants from session to session.
     if not hasattr(config, "workerinput") and not os.environ.get("FAGEN_CACHE_DIR"):
         config.stash[CACHE] = os.environ["FAGEN_CACHE_DIR"] = tempfile.mkdtemp(prefix="fagen-tests-")

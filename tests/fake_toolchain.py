@@ -155,7 +155,11 @@ class Stub:
 
 def script(body: str) -> list[str]:
     """A command that runs `body` in a fresh Python, with this module imported as `fake` and its renderer in place."""
-    head = "import fake_toolchain as fake, fagen.render\nfrom fagen import build, cache\nfagen.render.render = fake.render\n"
+    head = (
+        "import fake_toolchain as fake, fagen.render\n"
+        "from fagen import build, cache\n"
+        "fagen.render.render = fake.render\n"
+    )
     return [sys.executable, "-c", head + body]
 
 

@@ -240,7 +240,7 @@ def test_eight_cold_processes(root: Path, nvcc: Stub) -> None:
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_build_leaves_the_cache_sound(stop: signal.Signals, root: Path, nvcc: Stub) -> None:
-    """Ctrl-C ends the compilers, publishes nothing half done and leaves no files; a killed process's are swept later."""
+    """Ctrl-C ends the compilers, publishes nothing and leaves no files; a killed process's are swept later."""
     body = "build.build([fake.make_kernel(slug='slow', text='SLOW'), *fake.kernels('a')], jobs=2)"
     environment = script_env(FAGEN_CACHE_DIR=str(root), FAGEN_NVCC=str(nvcc.path))
     process = subprocess.Popen(
@@ -326,11 +326,11 @@ def test_disk_full(root: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch) -> N
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "seal", full)
-        with pytest.raises(CacheError, match="no space left in .*FAGEN_CACHE_DIR"):
+        with pytest.raises(CacheError, match=r"no space left in .*FAGEN_CACHE_DIR"):
             build.build(kernels("a"))
     assert cache.list_artifacts() == [] and litter(root) == set()
     nvcc.path.write_text(nvcc.path.read_text().replace("echo compiled", "echo 'No space left on device'; exit 1; echo"))
-    with pytest.raises(CacheError, match="no space left"):
+    with pytest.raises(CacheError, match=r"no space left"):
         build.build(kernels("a"))
     assert cache.list_artifacts() == [] and litter(root) == set()
 

@@ -362,7 +362,7 @@ def test_library_of_another_user_is_refused(root: Path, host: Stub, monkeypatch:
         os.chown(root, 54321, 54321)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    with pytest.raises(CacheError, match="belongs to user .*FAGEN_CACHE_DIR"):
+    with pytest.raises(CacheError, match=r"belongs to user .*FAGEN_CACHE_DIR"):
         build.build(kernels("a"), emulate=True)
 
 

@@ -34,7 +34,7 @@ class Machine:
         patch.setattr(metadata, "version", self._version)
         self.have(nvrtc=NVRTC, nvcc=NVCC, host_compiler=HOST, ninja=ninja)
         patch.setattr(doctor, "gpus", lambda: [H200])
-        patch.setattr(toolchain, "driver_version", lambda: (13, 0))
+        patch.setattr(doctor, "driver_version", lambda: (13, 0))
         patch.setattr(toolchain.NvrtcCompiler, "check", lambda self, arch: None)
         patch.setattr(toolchain.NvccCompiler, "check", lambda self, arch: None)
 
@@ -51,7 +51,7 @@ class Machine:
 
     def lack_gpu(self) -> None:
         self._patch.setattr(doctor, "gpus", list)
-        self._patch.setattr(toolchain, "driver_version", lambda: None)
+        self._patch.setattr(doctor, "driver_version", lambda: None)
 
     def _version(self, package: str) -> str:
         if package not in self.packages:

@@ -95,7 +95,7 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert env.cache_dir() == tmp_path / "here"
     (tmp_path / "file").touch()
     monkeypatch.setenv("FAGEN_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(SpecError, match="FAGEN_CACHE_DIR=.* is not a directory"):
+    with pytest.raises(SpecError, match=r"FAGEN_CACHE_DIR=.* is not a directory"):
         env.cache_dir()
 
 

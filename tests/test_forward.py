@@ -51,7 +51,7 @@ def call(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 
 def judge(case: Case, device: str) -> None:
-    """o and lse within budget of the reference; on a GPU the budget of o is what PyTorch's flash kernel loses, if more."""
+    """o and lse within budget of the reference; on a GPU that of o is what PyTorch's flash kernel loses, if more."""
     inputs = case.inputs(device)
     o, lse = call(case, device)
     assert o.dtype == inputs.q.dtype and lse.dtype == torch.float32

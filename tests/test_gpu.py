@@ -1,4 +1,4 @@
-"""What only a card can say: accuracy beside PyTorch's flash kernel, the sanitizer, both compilers, the emulator's truth."""
+"""What only a card can say: accuracy beside PyTorch's flash kernel, the sanitizer, both compilers, the emulator."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     tests = [f"{TESTS / 'test_forward.py'}::test_gpu[{id_}]" for id_ in SANITIZED]
     done = subprocess.run(
         [
-            *(program, "--tool", tool, "--error-exitcode", "99", "--report-api-errors", "no", "--kernel-name", "kernel_substring=fagen"),
+            *(program, "--tool", tool, "--error-exitcode", "99", "--report-api-errors", "no"),
+            *("--kernel-name", "kernel_substring=fagen"),
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests),
         ],
         # Each tensor its own allocation, so that memcheck knows where it ends.

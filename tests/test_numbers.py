@@ -1,4 +1,4 @@
-"""The forward cases N1 to N25 of the case list: inputs whose right value follows from the definition, worked out by hand.
+"""The forward cases N1 to N25 of the case list: inputs whose right value follows from the definition by hand.
 
 Each runs on the reference, on the CPU execution of the kernel, and on a GPU. `s` is a scaled score; with q = 0 every
 visible key weighs the same.

@@ -1,4 +1,4 @@
-"""The oracle against independent statements of SEMANTICS.md: Python loops, PyTorch's SDPA, the formulas for gradients."""
+"""The oracle against independent statements of SEMANTICS.md: Python loops, PyTorch's SDPA, formulas of gradients."""
 
 from __future__ import annotations
 

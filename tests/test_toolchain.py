@@ -69,7 +69,7 @@ def test_nvcc_is_found_in_order(bare: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FAGEN_NVCC", str(tmp_path / "asked"))
     assert toolchain.find_cuda_compiler().version == "13.0.1"
     monkeypatch.setenv("FAGEN_NVCC", str(tmp_path / "nowhere"))
-    with pytest.raises(ToolchainError, match="FAGEN_NVCC=.*nowhere"):
+    with pytest.raises(ToolchainError, match=r"FAGEN_NVCC=.*nowhere"):
         toolchain.find_cuda_compiler()
 
 

@@ -54,7 +54,8 @@ def resolve(name: str) -> Arch:
     number = match[1] or match[2] + match[3]
     if number in _OTHER_FAMILIES:
         advice = "; sm90 runs on the same cards" if number == "90a" else ""
-        raise SpecError(f"architecture {name!r} needs the {_OTHER_FAMILIES[number]} kernels, not in this version{advice}")
+        family = _OTHER_FAMILIES[number]
+        raise SpecError(f"architecture {name!r} needs the {family} kernels, which this version lacks{advice}")
     if number not in _SMEM_KIB:
         raise SpecError(f"unknown architecture {name!r}; known: {', '.join(known())}")
     ptx_only = match[4] is not None

@@ -33,8 +33,8 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     roomy = arch.smem_limit >= 160 * KIB
-    # Masks and modifications hold registers of their own; where the plain kernel has none left, they spill. Dropout must
-    # not choose: with a probability of 0 it gives the bits of the kernel without it.
+    # Masks and modifications hold registers of their own; where the plain kernel has none left, they spill. Dropout
+    # must not choose: with a probability of 0 it gives the bits of the kernel without it.
     plain = not (spec.causal or spec.window or spec.mods)
     hopper = arch.smem_limit >= 227 * KIB
     if widest <= 32:
@@ -46,9 +46,9 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     if widest <= 128 and not roomy:  # two blocks of at most 48 KiB
         return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
     if widest <= 128:
-        # d80: 356 full, 341 causal with 64 keys a step; d96: 356 and 353, 48 keys 350 and 346. d128 full: 391, 48 keys 389;
-        # causal: 331, 48 keys 363; causal with softcap 340, 48 keys 331: its fragment seldom needs the maxima of a tile. Two
-        # blocks of 96 KiB need the 227 KiB of Hopper.
+        # d80: 356 full, 341 causal with 64 keys a step; d96: 356 and 353, 48 keys 350 and 346. d128 full: 391, 48 keys
+        # 389; causal: 331, 48 keys 363; causal with softcap 340, 48 keys 331: its fragment seldom needs the maxima of a
+        # tile. Two blocks of 96 KiB need the 227 KiB of Hopper.
         capped = [mod.name for mod in spec.mods] == ["softcap"]
         wide = hopper and (plain or capped or widest <= 96)
         return TileConfig(tile_m=128, tile_n=64 if wide else 48, warps=4, stages=2, blocks_per_sm=2)
@@ -57,7 +57,7 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
         # d192: 351 full, 352 causal with 4 warps and 64 keys a step; 8 warps and 96 keys 342 and 337.
         return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=2)
     if roomy:
-        # d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and 64 keys, two blocks, 336 and 350; a second
-        # stage 324.
+        # d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and 64 keys, two blocks, 336 and 350; a
+        # second stage 324.
         return TileConfig(tile_m=128, tile_n=80 if spec.alibi else 96, warps=8, stages=1, blocks_per_sm=1)
     return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=1)

@@ -114,7 +114,7 @@ def run(
     for row in chosen:
         results.append(measure(row, arch=arch, samples=samples))
         on_done(row)
-    from fagen.toolchain import driver_version
+    from fagen.driver import driver_version
 
     driver = driver_version()
     return ForwardReport(
