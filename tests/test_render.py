@@ -24,6 +24,7 @@ from strategies import FEATURES, archs, specs
 from fagen import build, cli, render, toolchain
 from fagen.arch import Arch, resolve
 from fagen.errors import ToolchainError
+from fagen.mods import MODS
 from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
 
@@ -36,25 +37,24 @@ GOLDEN_KERNELS = [
     ("sm80", AttentionSpec(head_dim=128)),
     ("sm80", AttentionSpec(head_dim=64, dtype="fp16")),
     ("sm90", AttentionSpec(head_dim=64, causal=True)),
-    ("sm80", AttentionSpec(head_dim=128, softcap=True)),
     ("sm90", AttentionSpec(head_dim=128, causal=True, softcap=True)),
     ("sm90", AttentionSpec(head_dim=256, causal=True, softcap=True, dtype="fp16")),
     ("sm86", AttentionSpec(head_dim=128, window=True)),
     ("sm89", AttentionSpec(head_dim=256, causal=True, window=True)),
-    ("sm80", AttentionSpec(head_dim=72, alibi=True)),
     ("sm100", AttentionSpec(head_dim=64, dropout=True)),
     ("sm90", AttentionSpec(head_dim=192, head_dim_v=128, causal=True)),
-    ("sm120", AttentionSpec(head_dim=40, **dict.fromkeys(FEATURES, True))),
+    ("sm120", AttentionSpec(head_dim=40, causal=True, window=True, softcap=True, alibi=True, dropout=True)),
+    *(("sm80", AttentionSpec(head_dim=72, **{mod.name: True})) for mod in MODS),
 ]
 
 # Words that only code of the feature has. Masks of a window need the positions that causal ones do, as ALiBi does.
 TOKENS = {
     "causal": r"causal|diagonal|the longest first|int position",
     "window": r"window",
-    "softcap": r"softcap|tanh|\bcap\b",
-    "alibi": r"alibi|slope|distance",
     "dropout": r"dropout|philox|random|keep_|undropped",
-}
+} | {mod.name: mod.name for mod in MODS}
+TOKENS["softcap"] += r"|tanh|\bcap\b"
+TOKENS["alibi"] += r"|slope|distance"
 POSITIONS = r"\boffset = seqlen_k"
 
 
@@ -111,6 +111,9 @@ def test_features_that_are_off_leave_no_token(spec: AttentionSpec, arch: Arch) -
         found = re.search(pattern, text, re.IGNORECASE)
         assert (found is not None) == wanted, f"{name}={wanted}, found {found}"
     assert bool(re.search(POSITIONS, text)) == (spec.causal or spec.window or spec.alibi)
+
+
+def test_every_feature_has_its_tokens() -> None:
     assert set(TOKENS) == set(FEATURES)
 
 
