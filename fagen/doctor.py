@@ -21,7 +21,6 @@ OLDEST_TORCH = (2, 9)
 INSTALL_CUDA = "pip install 'fagen[cuda]'"
 
 
-
 @dataclass(frozen=True)
 class Finding:
     """One thing that was looked for. `advice` says what to do, and is empty where there is nothing to do."""

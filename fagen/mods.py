@@ -62,8 +62,8 @@ def _pack_softcap(value: Any, call: CallContext) -> Mapping[str, Any]:
 
 
 def _eager_softcap(scores: torch.Tensor, value: Any, context: ScoreContext) -> torch.Tensor:
-    cap = float(value)
-    return cap * (scores / cap).tanh()
+    capped: torch.Tensor = value * (scores / value).tanh()
+    return capped
 
 
 def _pack_alibi(value: Any, call: CallContext) -> Mapping[str, Any]:
@@ -84,7 +84,7 @@ def _pack_alibi(value: Any, call: CallContext) -> Mapping[str, Any]:
 
 
 def _eager_alibi(scores: torch.Tensor, value: Any, context: ScoreContext) -> torch.Tensor:
-    slopes = value.to(scores.dtype)
+    slopes: torch.Tensor = value.to(scores.dtype)
     slopes = slopes[:, :, None, None] if slopes.dim() == 2 else slopes[None, :, None, None]
     return scores - slopes * (context.row - context.col).abs().to(scores.dtype)
 
