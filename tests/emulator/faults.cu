@@ -77,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(64, 1) faults(const __grid_constant
         if (thread == 35) st_shared_b32(smem - 4, 0);  // FAULT shared_write_before_start
     }
     if (fault == 13) {
-        if (thread < 32) ldmatrix_x4(v, smem + thread * 16 + (thread == 9 ? SHARED_BYTES : 0));  // FAULT ldmatrix_row_past_end
+        if (thread < 32)
+            ldmatrix_x4(v, smem + thread * 16 + (thread == 9 ? SHARED_BYTES : 0));  // FAULT ldmatrix_row_past_end
     }
     if (fault == 14) {
         if (thread == 35) cp_async_16(smem + SHARED_BYTES, params.input, false);  // FAULT copy_to_past_end

@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) pipeline(const __grid_const
     auto load = [&](int step) {
         const u32 A_smem = shared_base() + step % 2 * STAGE_BYTES;
         load_rows(A_smem, params.a + m0 * params.k + step * TILE_K, TILE_M, params.m - m0, params.k);
-        load_rows(A_smem + TILE_M * ROW_BYTES, params.b + n0 * params.k + step * TILE_K, TILE_N, params.n - n0, params.k);
+        load_rows(A_smem + TILE_M * ROW_BYTES, params.b + n0 * params.k + step * TILE_K, TILE_N, params.n - n0,
+                  params.k);
         cp_async_commit();
     };
 
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) pipeline(const __grid_const
             ldmatrix_x4(A_rmem, A_smem + (warp * 16 + lane % 16) * ROW_BYTES + k * 32 + lane / 16 * 16);
             for (int n = 0; n < 2; ++n) {
                 u32 B_rmem[4];
-                ldmatrix_x4(B_rmem, B_smem + (n * 16 + lane % 8 + lane / 16 * 8) * ROW_BYTES + k * 32 + lane / 8 % 2 * 16);
+                ldmatrix_x4(B_rmem,
+                            B_smem + (n * 16 + lane % 8 + lane / 16 * 8) * ROW_BYTES + k * 32 + lane / 8 % 2 * 16);
                 mma_m16n8k16_bf16(C_rmem[2 * n], A_rmem, B_rmem[0], B_rmem[1]);
                 mma_m16n8k16_bf16(C_rmem[2 * n + 1], A_rmem, B_rmem[2], B_rmem[3]);
             }

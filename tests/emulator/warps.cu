@@ -3,8 +3,9 @@
 struct Params {
     const float* x;  // (blocks, threads)
     float* swapped;  // (blocks, threads): x of lane ^ 5
-    u32* words;      // (blocks, threads, 4): lane ^ 16 by an integer shuffle; x of the lane before, of the thread before; votes
-    float* halves;   // (blocks, threads): sum of x over the half of the warp, by two disjoint masks
+    // (blocks, threads, 4): lane ^ 16 by an integer shuffle; x of the lane before, of the thread before; votes
+    u32* words;
+    float* halves;  // (blocks, threads): sum of x over the half of the warp, by two disjoint masks
 };
 
 extern "C" __global__ void __launch_bounds__(128, 1) warps(const __grid_constant__ Params params) {
