@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -72,6 +72,42 @@ class Attention:
     def kernel(self, device: torch.device | str) -> KernelPlan:
         """The plan of the kernel that runs for tensors on `device`."""
         return self._launcher(torch.device(device)).kernel
+
+    @overload
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        window: tuple[int, int] | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        dropout_p: float | None = None,
+        seed: int | None = None,
+        return_lse: Literal[False] = False,
+        _poison: bool = False,
+        **values_of_mods: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        window: tuple[int, int] | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        dropout_p: float | None = None,
+        seed: int | None = None,
+        return_lse: Literal[True],
+        _poison: bool = False,
+        **values_of_mods: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def __call__(
         self,

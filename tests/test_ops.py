@@ -210,7 +210,7 @@ def test_memo(fresh_cache: Path, compilations: list[str]) -> None:
 def test_many_threads(fresh_cache: Path, compilations: list[str]) -> None:
     """Threads that load and call at once on a cold cache all get the right answer, from one build."""
     expected = reference.attention(*tensors(), return_lse=False)
-    results: list[Tensor | BaseException] = []
+    results: list[Any] = []
 
     def work() -> None:
         try:

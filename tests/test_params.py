@@ -77,7 +77,7 @@ def test_offsets_and_sizes_are_those_of_the_compiler(tmp_path: Path) -> None:
 def test_packed_bytes_read_back_as_a_c_struct(spec: AttentionSpec) -> None:
     layout = params(spec)
     members = [(field.name, CTYPES[field.format]) for field in layout.fields]
-    mirror = type("Mirror", (ctypes.Structure,), {"_fields_": members})
+    mirror: Any = type("Mirror", (ctypes.Structure,), {"_fields_": members})
     values = {field.name: index + 1 for index, field in enumerate(layout.fields)}
     packed = layout.pack(values)
     assert len(packed) == layout.size == ctypes.sizeof(mirror)

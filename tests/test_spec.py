@@ -96,7 +96,7 @@ def test_flags_name_the_spec_on_the_command_line(spec: AttentionSpec) -> None:
 def test_frozen() -> None:
     spec = AttentionSpec(head_dim=64)
     with pytest.raises(ValueError, match="frozen"):
-        spec.head_dim = 128  # type: ignore[misc]
+        spec.head_dim = 128
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
