@@ -7,12 +7,18 @@ from functools import cached_property
 from typing import Literal
 
 from fagen.arch import Arch, sm80
-from fagen.arch.tiles import TileConfig
+from fagen.arch.tiles import BackwardTile, LinearTile, TileConfig
 from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 
-Kind = Literal["fwd"]
+Kind = Literal["fwd", "bwd_delta", "bwd", "bwd_convert"]
+Tile = TileConfig | BackwardTile | LinearTile
+
+
+def _strides(*names: str) -> tuple[Field, ...]:
+    return tuple(Field(f"{name}_{dim}_stride", "i64") for name in names for dim in ("batch", "row", "head"))
+
 
 _FORWARD_FIELDS = (
     Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
@@ -20,11 +26,47 @@ _FORWARD_FIELDS = (
     Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
     Field("o", "u16*", "(B, Sq, Hq, Dv)"),
     Field("lse", "float*", "(B, Hq, Sq), contiguous"),
-    *(Field(f"{name}_{dim}_stride", "i64") for name in "qkvo" for dim in ("batch", "row", "head")),
+    *_strides("q", "k", "v", "o"),
     Field("seqlen_q", "int"),
     Field("seqlen_k", "int"),
     Field("heads_q", "int"),
     Field("group_size", "int", "query heads that share a head of k and v"),
+)
+_STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum, for the backward")
+_BACKWARD_FIELDS = (
+    Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
+    Field("k", "const u16*", "(B, Sk, Hk, D)"),
+    Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
+    Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
+    Field("stats", "const float*", "(B, Hq, Sq padded to 128, 2), as the forward left it"),
+    Field("delta", "const float*", "(B, Hq, Sq padded to 128)"),
+    Field("dq_sum", "float*", "(B, Hq, Sq, D), zero before; null where dq is not wanted"),
+    Field("d_k", "u16*", "(B, Sk, Hk, D), or null"),
+    Field("d_v", "u16*", "(B, Sk, Hk, Dv), or null"),
+    *_strides("q", "k", "v", "d_o", "d_k", "d_v"),
+    Field("seqlen_q", "int"),
+    Field("seqlen_k", "int"),
+    Field("heads_k", "int"),
+    Field("group_size", "int", "query heads that share a head of k and v"),
+    Field("softmax_scale", "float"),
+)
+_DELTA_FIELDS = (
+    Field("o", "const u16*", "(B, Sq, Hq, Dv), strides in elements below"),
+    Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
+    Field("d_lse", "const float*", "(B, Hq, Sq), or null"),
+    Field("delta", "float*", "(B, Hq, Sq padded to 128)"),
+    *_strides("o", "d_o", "d_lse"),
+    Field("seqlen_q", "int"),
+    Field("heads_q", "int"),
+)
+_CONVERT_FIELDS = (
+    Field("dq_sum", "const float*", "(B, Hq, Sq, D)"),
+    Field("d_q", "u16*", "(B, Sq, Hq, D), strides in elements below"),
+    *_strides("d_q"),
+    Field("batch", "i64"),
+    Field("seqlen_q", "int"),
+    Field("heads_q", "int"),
+    Field("softmax_scale", "float"),
 )
 _SCALE_FIELD = Field("softmax_scale_log2", "float", "softmax_scale * log2(e)")
 _WINDOW_FIELDS = (
@@ -45,7 +87,7 @@ class KernelPlan:
     spec: AttentionSpec
     kind: Kind
     arch: Arch
-    tile: TileConfig
+    tile: Tile
 
     @property
     def slug(self) -> str:
@@ -65,7 +107,12 @@ class KernelPlan:
     @property
     def primitives(self) -> tuple[str, ...]:
         """Base names of the files of primitives that the template calls."""
-        return sm80.PRIMITIVES + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
+        if self.kind == "bwd_delta":
+            return sm80.DELTA_PRIMITIVES
+        if self.kind == "bwd_convert":
+            return sm80.CONVERT_PRIMITIVES
+        family = sm80.PRIMITIVES if self.kind == "fwd" else sm80.BACKWARD_PRIMITIVES
+        return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property
     def threads(self) -> int:
@@ -75,13 +122,27 @@ class KernelPlan:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory a block, bytes."""
-        return sm80.smem_bytes(self.spec, self.tile)
+        if isinstance(self.tile, TileConfig):
+            return sm80.smem_bytes(self.spec, self.tile)
+        if isinstance(self.tile, BackwardTile):
+            return sm80.backward_smem_bytes(self.spec, self.tile)
+        return 0
 
     @cached_property
     def params(self) -> ParamStruct:
         """The kernel's parameter struct."""
+        if self.kind == "bwd_delta":
+            return ParamStruct(_DELTA_FIELDS)
+        if self.kind == "bwd_convert":
+            return ParamStruct(_CONVERT_FIELDS)
         mods = self.spec.mods
-        fields = [*_FORWARD_FIELDS, *(field for mod in mods for field in mod.fields)]
+        fields = [field for mod in mods for field in mod.fields]
+        if self.kind == "bwd":
+            fields += _BACKWARD_FIELDS
+        else:
+            fields += _FORWARD_FIELDS
+            if self.spec.backward:
+                fields.append(_STATS_FIELD)
         if not (mods and mods[0].absorbs_scale):
             fields.append(_SCALE_FIELD)
         if self.spec.window:
@@ -91,14 +152,29 @@ class KernelPlan:
         return ParamStruct(fields)
 
 
-def plan(spec: AttentionSpec, arch: Arch, tile: TileConfig | None = None) -> tuple[KernelPlan, ...]:
-    """The kernels that `spec` needs on `arch`. `tile` replaces the family's own choice, for tuning.
+def plan(spec: AttentionSpec, arch: Arch, tile: Tile | None = None) -> tuple[KernelPlan, ...]:
+    """The kernels that `spec` needs on `arch`: the forward, and with spec.backward those of the gradients.
 
-    Raises SpecError where a block would need more shared memory than the architecture has.
+    `tile` replaces the family's own choice for the kernels of its type, for tuning. Raises SpecError where a block would
+    need more shared memory than the architecture has.
     """
-    kernel = KernelPlan(spec, "fwd", arch, tile or sm80.forward_tile(spec, arch))
-    if kernel.smem_bytes > arch.smem_limit:
-        raise SpecError(
-            f"{kernel.slug} needs {kernel.smem_bytes} bytes of shared memory a block; {arch.name} has {arch.smem_limit}"
-        )
-    return (kernel,)
+    forward = tile if isinstance(tile, TileConfig) else sm80.forward_tile(spec, arch)
+    kernels = [KernelPlan(spec, "fwd", arch, forward)]
+    if spec.backward:
+        backward = tile if isinstance(tile, BackwardTile) else sm80.backward_tile(spec, arch)
+        if forward.tile_m % backward.tile_m:
+            raise SpecError(f"{spec.slug}: the forward leaves statistics of {forward.tile_m} rows at a time, too few")
+        linear = LinearTile(warps=4)
+        # These two know of one head dim and the type only, and so serve every spec that shares them.
+        kernels += [
+            KernelPlan(AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True), "bwd_delta", arch, linear),
+            KernelPlan(spec, "bwd", arch, backward),
+            KernelPlan(AttentionSpec(head_dim=spec.head_dim, dtype=spec.dtype, backward=True), "bwd_convert", arch, linear),
+        ]
+    for kernel in kernels:
+        if kernel.smem_bytes > arch.smem_limit:
+            raise SpecError(
+                f"{kernel.slug} needs {kernel.smem_bytes} bytes of shared memory a block; "
+                f"{arch.name} has {arch.smem_limit}"
+            )
+    return tuple(kernels)

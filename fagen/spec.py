@@ -17,8 +17,7 @@ _UNSERVED = {
     "varlen": "no kernel reads packed sequences",
     "paged": "no kernel reads paged caches",
     "split_kv": "no kernel splits the keys",
-    "backward": "no kernel computes gradients",
-    "deterministic": "it concerns gradients, and no kernel computes them",
+    "deterministic": "no kernel sums gradients in a fixed order",
 }
 
 HeadDim = Annotated[int, Field(strict=True)]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from fagen.arch import KIB, Arch
-from fagen.arch.tiles import TileConfig
+from fagen.arch.tiles import BackwardTile, TileConfig
 from fagen.spec import AttentionSpec
 
 # Primitives that the family's templates call, in `templates/ptx/` for a card and `templates/emulate/` for a CPU.
 PRIMITIVES = ("types", "shared", "global", "ldmatrix", "mma", "cp_async", "convert", "math")
+BACKWARD_PRIMITIVES = (*PRIMITIVES, "reduce")
+DELTA_PRIMITIVES = ("types", "global", "unpack")
+CONVERT_PRIMITIVES = ("types", "global", "convert", "unpack")
 
 ELEMENT_BYTES = 2
+ROW_STATISTICS_BYTES = 12  # reference, log2 of the sum and delta of a query, float32
 MMA_K = 16  # head dims are padded to whole steps of the m16n8k16 product
 
 
@@ -23,6 +27,32 @@ def smem_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
     dim, dim_v = padded(spec.head_dim), padded(spec.dim_v)
     inputs = tile.tile_m * dim + tile.stages * tile.tile_n * (dim + dim_v)
     return max(inputs, tile.tile_m * dim_v) * ELEMENT_BYTES
+
+
+def backward_smem_bytes(spec: AttentionSpec, tile: BackwardTile) -> int:
+    """Dynamic shared memory of the main backward, bytes: K, V, `stages` tiles of Q and dO with statistics, P and dS."""
+    dim, dim_v = padded(spec.head_dim), padded(spec.dim_v)
+    keys = tile.tile_n * (dim + dim_v) * ELEMENT_BYTES
+    queries = tile.tile_m * ((dim + dim_v) * ELEMENT_BYTES + ROW_STATISTICS_BYTES)
+    return keys + tile.stages * queries + 2 * tile.tile_m * tile.tile_n * ELEMENT_BYTES
+
+
+def backward_tile(spec: AttentionSpec, arch: Arch) -> BackwardTile:
+    """The tile of the main backward kernel of `spec` on `arch`: the first of the table that its shared memory holds."""
+    widest = max(padded(spec.head_dim), padded(spec.dim_v))
+    for limit, tile in _BACKWARD_TILES:
+        if widest <= limit and backward_smem_bytes(spec, tile) <= arch.smem_limit:
+            return tile
+    raise AssertionError(f"no backward tile for {spec.slug} on {arch.name}")
+
+
+_BACKWARD_TILES = (
+    (64, BackwardTile(128, 128, warps=8, stages=1, s_rows=4, kv_rows=4, q_rows=4, blocks_per_sm=1)),
+    (128, BackwardTile(64, 128, warps=8, stages=2, s_rows=2, kv_rows=4, q_rows=2, blocks_per_sm=1)),
+    (128, BackwardTile(64, 64, warps=8, stages=1, s_rows=4, kv_rows=2, q_rows=2, blocks_per_sm=1)),
+    (256, BackwardTile(64, 64, warps=8, stages=1, s_rows=2, kv_rows=2, q_rows=2, blocks_per_sm=1)),
+    (256, BackwardTile(32, 32, warps=4, stages=1, s_rows=2, kv_rows=2, q_rows=2, blocks_per_sm=1)),
+)
 
 
 def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:

@@ -20,3 +20,40 @@ class TileConfig:
     stages: int
     blocks_per_sm: int
     q_in_registers: bool = False
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
+        return f"{self.tile_m} query rows x {self.tile_n} keys, {self.warps} warps, {stages} of keys and values"
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """How one block of the main backward kernel works: it keeps tile_n keys and steps through tile_m queries.
+
+    stages: buffers for Q and dO. Of the warps, s_rows lie along the queries in S and dP, kv_rows along the keys in dK
+    and dV, q_rows along the queries in dQ; the others along the columns.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    stages: int
+    s_rows: int
+    kv_rows: int
+    q_rows: int
+    blocks_per_sm: int
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
+        return f"{self.tile_n} keys x {self.tile_m} query rows, {self.warps} warps, {stages} of queries"
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """A kernel without tiles in shared memory: threads over elements."""
+
+    warps: int
+    blocks_per_sm: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.warps} warps"

@@ -76,3 +76,8 @@ static inline void st_global_b128(void* ptr, const u32 (&v)[4], int line = __bui
     emu::check_global(*emu::current, ptr, 16, true, line);
     memcpy(ptr, v, 16);
 }
+
+static inline void ld_global_b128(u32 (&v)[4], const void* ptr, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 16, false, line);
+    memcpy(v, ptr, 16);
+}

@@ -20,3 +20,9 @@ __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
 }
+
+__device__ __forceinline__ void ld_global_b128(u32 (&v)[4], const void* ptr) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(ptr));
+}

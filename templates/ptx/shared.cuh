@@ -26,3 +26,9 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "r"(addr)
                  : "memory");
 }
+
+__device__ __forceinline__ float ld_shared_f32(u32 addr) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
+    return v;
+}
