@@ -40,7 +40,7 @@ _BACKWARD_FIELDS = (
     Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
     Field("stats", "const float*", "(B, Hq, Sq padded to 128, 2), as the forward left it"),
     Field("delta", "const float*", "(B, Hq, Sq padded to 128)"),
-    Field("dq_sum", "float*", "(B, Hq, Sq, D), zero before; null where dq is not wanted"),
+    Field("dq_sum", "float*", "(B, Hq, query tiles, fragments), zero before; null where dq is not wanted"),
     Field("d_k", "u16*", "(B, Sk, Hk, D), or null"),
     Field("d_v", "u16*", "(B, Sk, Hk, Dv), or null"),
     *_strides("q", "k", "v", "d_o", "d_k", "d_v"),
@@ -60,10 +60,9 @@ _DELTA_FIELDS = (
     Field("heads_q", "int"),
 )
 _CONVERT_FIELDS = (
-    Field("dq_sum", "const float*", "(B, Hq, Sq, D)"),
+    Field("dq_sum", "const float*", "(B, Hq, query tiles, fragments)"),
     Field("d_q", "u16*", "(B, Sq, Hq, D), strides in elements below"),
     *_strides("d_q"),
-    Field("batch", "i64"),
     Field("seqlen_q", "int"),
     Field("heads_q", "int"),
     Field("softmax_scale", "float"),
@@ -125,8 +124,18 @@ class KernelPlan:
         if isinstance(self.tile, TileConfig):
             return sm80.smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, BackwardTile):
+            if self.kind == "bwd_convert":
+                return self.tile.tile_m * sm80.padded(self.spec.head_dim) * sm80.ELEMENT_BYTES
             return sm80.backward_smem_bytes(self.spec, self.tile)
         return 0
+
+    @property
+    def dq_tile_floats(self) -> int:
+        """Words of the float32 sum of dQ that one query tile takes: common/dq_sum.cuh.j2 in Python."""
+        assert isinstance(self.tile, BackwardTile)
+        columns = self.tile.warps // self.tile.q_rows
+        steps = -(-(sm80.padded(self.spec.head_dim) // sm80.MMA_K) // columns)
+        return self.tile.tile_m // 16 * columns * 2 * steps * 128
 
     @cached_property
     def params(self) -> ParamStruct:
@@ -164,12 +173,11 @@ def plan(spec: AttentionSpec, arch: Arch, tile: Tile | None = None) -> tuple[Ker
         backward = tile if isinstance(tile, BackwardTile) else sm80.backward_tile(spec, arch)
         if forward.tile_m % backward.tile_m:
             raise SpecError(f"{spec.slug}: the forward leaves statistics of {forward.tile_m} rows at a time, too few")
-        linear = LinearTile(warps=4)
-        # These two know of one head dim and the type only, and so serve every spec that shares them.
+        # Two of these know of one head dim and the type only, and so serve every spec that shares them.
         kernels += [
-            KernelPlan(AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True), "bwd_delta", arch, linear),
+            KernelPlan(AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True), "bwd_delta", arch, LinearTile(warps=4)),
             KernelPlan(spec, "bwd", arch, backward),
-            KernelPlan(AttentionSpec(head_dim=spec.head_dim, dtype=spec.dtype, backward=True), "bwd_convert", arch, linear),
+            KernelPlan(AttentionSpec(head_dim=spec.head_dim, dtype=spec.dtype, backward=True), "bwd_convert", arch, backward),
         ]
     for kernel in kernels:
         if kernel.smem_bytes > arch.smem_limit:

@@ -10,7 +10,7 @@ from fagen.spec import AttentionSpec
 PRIMITIVES = ("types", "shared", "global", "ldmatrix", "mma", "cp_async", "convert", "math")
 BACKWARD_PRIMITIVES = (*PRIMITIVES, "reduce")
 DELTA_PRIMITIVES = ("types", "global", "unpack")
-CONVERT_PRIMITIVES = ("types", "global", "convert", "unpack")
+CONVERT_PRIMITIVES = ("types", "shared", "global", "cp_async", "convert")
 
 ELEMENT_BYTES = 2
 ROW_STATISTICS_BYTES = 12  # reference, log2 of the sum and delta of a query, float32

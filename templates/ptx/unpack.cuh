@@ -8,6 +8,3 @@ __device__ __forceinline__ void unpack_bf16(float& lo, float& hi, u32 v) {
 __device__ __forceinline__ void unpack_f16(float& lo, float& hi, u32 v) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(lo), "=f"(hi) : "r"(v));
 }
-
-// The float32 of these bits.
-__device__ __forceinline__ float bits_float(u32 v) { return __uint_as_float(v); }
