@@ -52,6 +52,7 @@ class Mod:
     eager: Callable[[torch.Tensor, Any, ScoreContext], torch.Tensor]  # (scores float64 (B, Hq, Sq, Sk), value, context)
     example: Callable[[CallContext], Any]  # a value for checks where none is given, chosen so that the effect shows
     primitives: tuple[str, ...] = ()  # files of templates/ptx and templates/emulate that the fragment calls besides
+    differentiable: bool = True  # the fragment has a `backward`; without one a spec with backward is refused
     absorbs_scale: bool = False  # takes the raw product and applies softmax_scale itself; only the first of a spec can
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,7 +13,7 @@ from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 
-Kind = Literal["fwd", "bwd_delta", "bwd", "bwd_convert"]
+Kind = Literal["fwd", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
 Tile = TileConfig | BackwardTile | LinearTile
 
 
@@ -33,23 +34,27 @@ _FORWARD_FIELDS = (
     Field("group_size", "int", "query heads that share a head of k and v"),
 )
 _STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum, for the backward")
-_BACKWARD_FIELDS = (
+_GRADIENT_FIELDS = (
     Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
     Field("k", "const u16*", "(B, Sk, Hk, D)"),
     Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
     Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
     Field("stats", "const float*", "(B, Hq, Sq padded to 128, 2), as the forward left it"),
     Field("delta", "const float*", "(B, Hq, Sq padded to 128)"),
-    Field("dq_sum", "float*", "(B, Hq, query tiles, fragments), zero before; null where dq is not wanted"),
-    Field("d_k", "u16*", "(B, Sk, Hk, D), or null"),
-    Field("d_v", "u16*", "(B, Sk, Hk, Dv), or null"),
-    *_strides("q", "k", "v", "d_o", "d_k", "d_v"),
+    *_strides("q", "k", "v", "d_o"),
     Field("seqlen_q", "int"),
     Field("seqlen_k", "int"),
     Field("heads_k", "int"),
     Field("group_size", "int", "query heads that share a head of k and v"),
     Field("softmax_scale", "float"),
 )
+_KEY_GRADIENT_FIELDS = (
+    Field("d_k", "u16*", "(B, Sk, Hk, D), or null"),
+    Field("d_v", "u16*", "(B, Sk, Hk, Dv), or null"),
+    *_strides("d_k", "d_v"),
+)
+_QUERY_GRADIENT_FIELDS = (Field("d_q", "u16*", "(B, Sq, Hq, D)"), *_strides("d_q"))
+_DQ_SUM_FIELD = Field("dq_sum", "float*", "(B, Hq, query tiles, fragments), zero before; null where dq is not wanted")
 _DELTA_FIELDS = (
     Field("o", "const u16*", "(B, Sq, Hq, Dv), strides in elements below"),
     Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
@@ -110,7 +115,8 @@ class KernelPlan:
             return sm80.DELTA_PRIMITIVES
         if self.kind == "bwd_convert":
             return sm80.CONVERT_PRIMITIVES
-        family = sm80.PRIMITIVES if self.kind == "fwd" else sm80.BACKWARD_PRIMITIVES
+        sums = self.kind == "bwd" and not self.spec.deterministic
+        family = sm80.BACKWARD_PRIMITIVES if sums else sm80.PRIMITIVES
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property
@@ -121,6 +127,9 @@ class KernelPlan:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory a block, bytes."""
+        if self.kind == "bwd_dq":
+            assert isinstance(self.tile, TileConfig)
+            return sm80.dq_smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, TileConfig):
             return sm80.smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, BackwardTile):
@@ -147,7 +156,11 @@ class KernelPlan:
         mods = self.spec.mods
         fields = [field for mod in mods for field in mod.fields]
         if self.kind == "bwd":
-            fields += _BACKWARD_FIELDS
+            fields += [*_GRADIENT_FIELDS, *_KEY_GRADIENT_FIELDS]
+            if not self.spec.deterministic:
+                fields.append(_DQ_SUM_FIELD)
+        elif self.kind == "bwd_dq":
+            fields += [*_GRADIENT_FIELDS, *_QUERY_GRADIENT_FIELDS]
         else:
             fields += _FORWARD_FIELDS
             if self.spec.backward:
@@ -161,28 +174,32 @@ class KernelPlan:
         return ParamStruct(fields)
 
 
-def plan(spec: AttentionSpec, arch: Arch, tile: Tile | None = None) -> tuple[KernelPlan, ...]:
+def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = None) -> tuple[KernelPlan, ...]:
     """The kernels that `spec` needs on `arch`: the forward, and with spec.backward those of the gradients.
 
-    `tile` replaces the family's own choice for the kernels of its type, for tuning. Raises SpecError where a block would
-    need more shared memory than the architecture has.
+    `tiles` replaces the family's own choices, for tuning. Raises SpecError where a block would need more shared memory
+    than the architecture has.
     """
-    forward = tile if isinstance(tile, TileConfig) else sm80.forward_tile(spec, arch)
-    kernels = [KernelPlan(spec, "fwd", arch, forward)]
+    chosen: dict[Kind, Tile] = {"fwd": sm80.forward_tile(spec, arch)}
+    specs: dict[Kind, AttentionSpec] = {}
     if spec.backward:
-        backward = tile if isinstance(tile, BackwardTile) else sm80.backward_tile(spec, arch)
-        if forward.tile_m % backward.tile_m:
-            raise SpecError(f"{spec.slug}: the forward leaves statistics of {forward.tile_m} rows at a time, too few")
-        # Two of these know of one head dim and the type only, and so serve every spec that shares them.
-        kernels += [
-            KernelPlan(AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True), "bwd_delta", arch, LinearTile(warps=4)),
-            KernelPlan(spec, "bwd", arch, backward),
-            KernelPlan(AttentionSpec(head_dim=spec.head_dim, dtype=spec.dtype, backward=True), "bwd_convert", arch, backward),
-        ]
+        chosen["bwd_delta"] = LinearTile(warps=4)
+        chosen["bwd"] = sm80.backward_tile(spec, arch)
+        # These know of one head dim and the type only, and so serve every spec that shares them.
+        specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True)
+        if spec.deterministic:
+            specs["fwd"] = spec.model_copy(update={"deterministic": False})
+            chosen["bwd_dq"] = sm80.dq_tile(spec, arch)
+        else:
+            specs["bwd_convert"] = AttentionSpec(head_dim=spec.head_dim, dtype=spec.dtype, backward=True)
+    chosen |= tiles or {}
+    if "bwd_convert" in specs:
+        chosen["bwd_convert"] = chosen["bwd"]
+    kernels = tuple(KernelPlan(specs.get(kind, spec), kind, arch, tile) for kind, tile in chosen.items())
     for kernel in kernels:
         if kernel.smem_bytes > arch.smem_limit:
             raise SpecError(
                 f"{kernel.slug} needs {kernel.smem_bytes} bytes of shared memory a block; "
                 f"{arch.name} has {arch.smem_limit}"
             )
-    return tuple(kernels)
+    return kernels

@@ -17,7 +17,6 @@ _UNSERVED = {
     "varlen": "no kernel reads packed sequences",
     "paged": "no kernel reads paged caches",
     "split_kv": "no kernel splits the keys",
-    "deterministic": "no kernel sums gradients in a fixed order",
 }
 
 HeadDim = Annotated[int, Field(strict=True)]
@@ -87,6 +86,11 @@ class AttentionSpec(BaseModel):
         for name, reason in _UNSERVED.items():
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not served: {reason} in this version")
+        if self.deterministic and not self.backward:
+            raise ValueError("deterministic=True is about gradients: it needs backward=True")
+        for mod in self.mods if self.backward else ():
+            if not mod.differentiable:
+                raise ValueError(f"backward=True with {mod.name}=True is not served: {mod.name} has no backward")
         return self
 
     @property

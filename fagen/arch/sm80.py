@@ -37,6 +37,26 @@ def backward_smem_bytes(spec: AttentionSpec, tile: BackwardTile) -> int:
     return keys + tile.stages * queries + 2 * tile.tile_m * tile.tile_n * ELEMENT_BYTES
 
 
+def dq_smem_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
+    """Dynamic shared memory of the ordered dQ, bytes: Q and dO with statistics, `stages` tiles of K and V."""
+    row = (padded(spec.head_dim) + padded(spec.dim_v)) * ELEMENT_BYTES
+    return tile.tile_m * (row + ROW_STATISTICS_BYTES) + tile.stages * tile.tile_n * row
+
+
+def dq_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
+    """The tile of the ordered dQ kernel of `spec` on `arch`: the first of the table that its shared memory holds."""
+    for tile in _DQ_TILES:
+        if dq_smem_bytes(spec, tile) <= arch.smem_limit:
+            return tile
+    raise AssertionError(f"no tile of dQ for {spec.slug} on {arch.name}")
+
+
+_DQ_TILES = (
+    TileConfig(tile_m=64, tile_n=64, warps=4, stages=2, blocks_per_sm=1),
+    TileConfig(tile_m=64, tile_n=32, warps=4, stages=1, blocks_per_sm=1),
+)
+
+
 def backward_tile(spec: AttentionSpec, arch: Arch) -> BackwardTile:
     """The tile of the main backward kernel of `spec` on `arch`: the first of the table that its shared memory holds."""
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
