@@ -24,7 +24,7 @@ env: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fagen needs Python 3.10 or newer: make PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[cuda,dev]'
 	@touch $@
 

@@ -7,8 +7,8 @@
 | `FAGEN_NVCC` | the nvcc to run; without `FAGEN_COMPILER` it also chooses nvcc | a path, or a name on `PATH` |
 | `CUDA_HOME` | toolkit to take nvcc from after `FAGEN_NVCC` | a directory |
 | `FAGEN_CXX`, `CXX` | C++ compiler of emulated kernels | an executable, with options if need be: `ccache g++` |
-| `FAGEN_ARCH` | default architecture | one architecture, such as `sm90a` |
-| `TORCH_CUDA_ARCH_LIST` | default architecture after `FAGEN_ARCH` | PyTorch's syntax, such as `8.0;9.0a` |
+| `FAGEN_ARCH` | default architecture | one architecture or a list, such as `sm90` |
+| `TORCH_CUDA_ARCH_LIST` | default architecture after `FAGEN_ARCH` | PyTorch's syntax, such as `8.0;9.0+PTX` |
 | `FAGEN_JIT` | whether a missing kernel may be compiled | `1` (default), `0` |
 | `FAGEN_EMULATE_SEED` | order in which emulated threads run | an integer from 0 to 2**64 - 1 |
 | `FAGEN_EMULATE_THREADS` | host threads that run emulated blocks | an integer of at least 1 |
