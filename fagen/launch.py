@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fagen.errors import LaunchError, ToolchainError
 
@@ -28,26 +30,32 @@ class CudaKernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(self._function, attribute, smem_bytes))
         self._smem_bytes = smem_bytes
+        self._device = device
+        self._launch = driver.cuLaunchKernel
+        self._success = driver.CUresult.CUDA_SUCCESS
 
     def launch(self, *, grid: int, threads: int, params: bytes, stream: int) -> None:
         """Queues the kernel on `stream` (a CUstream's address). Raises LaunchError where the driver refuses."""
-        if not 0 < grid <= MAX_GRID:
-            raise LaunchError(f"{grid} blocks in one launch; a grid has from 1 to {MAX_GRID}")
         # The driver copies the parameters before it returns; a buffer a call keeps concurrent callers apart.
         buffer = ctypes.create_string_buffer(params, len(params))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        with self._current():
-            _check(
-                self._driver.cuLaunchKernel(
-                    self._function,
-                    *(grid, 1, 1),
-                    *(threads, 1, 1),
-                    self._smem_bytes,
-                    stream,
-                    ctypes.addressof(pointers),
-                    0,
-                )
+        self.launch_at(grid, threads, ctypes.addressof(pointers), stream)
+
+    def launch_at(self, grid: int, threads: int, pointers: int, stream: int) -> None:
+        """`launch` with the address of the array that holds the address of the parameter struct."""
+        if not 0 < grid <= MAX_GRID:
+            raise LaunchError(f"{grid} blocks in one launch; a grid has from 1 to {MAX_GRID}")
+        # Where this thread works on the kernel's device, its context is current but for rare cases (a thread that has
+        # used none yet, a context of somebody else's): those the driver refuses, and the launch is made again.
+        if _current_device() == self._device:
+            (error,) = self._launch(
+                self._function, grid, 1, 1, threads, 1, 1, self._smem_bytes, stream, pointers, 0
             )
+            if error is self._success or int(error) not in _CONTEXT_ERRORS:
+                _check((error,))
+                return
+        with self._current():
+            _check(self._launch(self._function, grid, 1, 1, threads, 1, 1, self._smem_bytes, stream, pointers, 0))
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -62,6 +70,19 @@ class CudaKernel:
         finally:
             _check(driver.cuCtxPopCurrent())
 
+
+def current_stream(device: int) -> int:
+    """Address of PyTorch's current stream of a device."""
+    if _RAW_STREAM is not None:
+        return _RAW_STREAM(device)
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# PyTorch's own ways to the stream and the device, without the objects and checks around them: ten times as fast.
+_RAW_STREAM: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE: the function belongs to a context that is not current.
+_CONTEXT_ERRORS = (201, 400)
 
 _INIT_LOCK = threading.Lock()
 

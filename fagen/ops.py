@@ -1,43 +1,51 @@
-"""`fagen.load` and the callable it returns: from tensors to a launch."""
+"""`fagen.load` and the callable it returns: from tensors to launches, and gradients."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, overload
 
 import torch
+from torch.autograd import forward_ad
 
-from fagen import env, target
+from fagen import kernels, target
 from fagen.arch import Arch, for_capability, resolve
-from fagen.build import find_or_build
 from fagen.cache import Artifact
-from fagen.emulator import EmulatedKernel
+from fagen.call import (
+    ALIGNMENT,
+    DTYPES,
+    Scalars,
+    Sizes,
+    Values,
+    aligned,
+    check_given,
+    check_tensors,
+    philox_state,
+    rows_aligned,
+    scalars,
+    stats_shape,
+    strides,
+    strides_by_head,
+)
 from fagen.errors import LaunchError, SpecError
-from fagen.launch import CudaKernel
-from fagen.mods import LOG2E, MODS, CallContext, positive_float
-from fagen.plan import KernelPlan, plan
-from fagen.reference import keep_threshold
+from fagen.kernels import Kernel, Launch
+from fagen.mods import MODS
+from fagen.operators import SECOND_DERIVATIVE
+from fagen.plan import KernelPlan
 from fagen.spec import AttentionSpec
 
 log = logging.getLogger("fagen")
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ALIGNMENT = 16  # bytes of one asynchronous copy
-MAX_SEQLEN = 2**30 - 1  # positions and window bounds are summed in 32 bits
-
-# Loaded kernels by (directory of the artifact, device). The directory's name holds the digest, so that an edited
-# template is another entry.
-_KERNELS: dict[tuple[str, int | None], CudaKernel | EmulatedKernel] = {}
+_MOST_CALLS = 256  # prepared calls that an Attention keeps
 
 
 def load(spec: AttentionSpec, *, arch: str | None = None, emulate: bool | None = None) -> Attention:
     """The attention that `spec` describes, built if the cache lacks it.
 
     arch: "sm80", "sm90", ...; default the card's, without one FAGEN_ARCH or TORCH_CUDA_ARCH_LIST, without those sm80.
-    emulate: True runs the kernel on the CPU, False on the GPU; None decides by where the tensors of a call are.
+    emulate: True runs the kernels on the CPU, False on the GPU; None decides by where the tensors of a call are.
 
     Raises SpecError for an unknown architecture, ToolchainError where no compiler is found, BuildError where one fails,
     LaunchError for emulate=False without a GPU.
@@ -54,24 +62,45 @@ class Attention:
         self.spec = spec
         self.emulate = emulate
         self._arch = None if arch is None else resolve(arch)
-        self._launchers: dict[torch.device, _Launcher] = {}
+        self._kernels: dict[torch.device, dict[str, Kernel]] = {}
+        self._calls: dict[Any, _Call] = {}
+        # What a call needs of the spec, where pydantic's and properties' time would count, and torch.compile looks.
+        self._identity = (spec.model_dump_json(), arch or "")
+        self._dtype = DTYPES[spec.dtype]
+        self._wanted = tuple((mod.name, mod.argument) for mod in spec.mods)
+        self._unwanted = tuple((mod.name, mod.argument) for mod in MODS if mod not in spec.mods)
+        self._backward = spec.backward
+        self._dropout = spec.dropout
 
     def prepare(self) -> None:
-        """Builds and loads the kernel for the device that calls will most likely use."""
+        """Builds and loads the kernels for the device that calls will most likely use."""
         if self.emulate or (self.emulate is None and not torch.cuda.is_available()):
-            self._launcher(torch.device("cpu"))
+            self.kernels("cpu")
         elif not torch.cuda.is_available():
             raise LaunchError("emulate=False, and PyTorch finds no GPU here: leave emulate out; fagen doctor says more")
         else:
-            self._launcher(torch.device("cuda", torch.cuda.current_device()))
+            self.kernels(torch.device("cuda", torch.cuda.current_device()))
 
-    def artifact(self, device: torch.device | str) -> Artifact:
-        """What was built for tensors on `device`."""
-        return self._launcher(torch.device(device)).artifact
+    def artifact(self, device: torch.device | str, kind: str = "fwd") -> Artifact:
+        """What was built for tensors on `device`; `kind` names one of the spec's kernels."""
+        return self.kernels(device)[kind].artifact
 
-    def kernel(self, device: torch.device | str) -> KernelPlan:
+    def kernel(self, device: torch.device | str, kind: str = "fwd") -> KernelPlan:
         """The plan of the kernel that runs for tensors on `device`."""
-        return self._launcher(torch.device(device)).kernel
+        return self.kernels(device)[kind].plan
+
+    def kernels(self, device: torch.device | str) -> dict[str, Kernel]:
+        """The kernels for tensors on `device` by kind, built and loaded."""
+        device = torch.device(device)
+        if device not in self._kernels:
+            self._check_device(device)
+            if device.type == "cpu":
+                self._kernels[device] = kernels.load(self.spec, self._arch or _default_arch(), None)
+            else:
+                index = torch.cuda.current_device() if device.index is None else device.index
+                arch = self._arch or for_capability(torch.cuda.get_device_capability(index))
+                self._kernels[device] = kernels.load(self.spec, arch, index)
+        return self._kernels[device]
 
     @overload
     def __call__(
@@ -85,7 +114,7 @@ class Attention:
         window: tuple[int, int] | None = None,
         alibi_slopes: torch.Tensor | None = None,
         dropout_p: float | None = None,
-        seed: int | None = None,
+        seed: int | torch.Tensor | None = None,
         return_lse: Literal[False] = False,
         _poison: bool = False,
         **values_of_mods: Any,
@@ -103,7 +132,7 @@ class Attention:
         window: tuple[int, int] | None = None,
         alibi_slopes: torch.Tensor | None = None,
         dropout_p: float | None = None,
-        seed: int | None = None,
+        seed: int | torch.Tensor | None = None,
         return_lse: Literal[True],
         _poison: bool = False,
         **values_of_mods: Any,
@@ -120,7 +149,7 @@ class Attention:
         window: tuple[int, int] | None = None,
         alibi_slopes: torch.Tensor | None = None,
         dropout_p: float | None = None,
-        seed: int | None = None,
+        seed: int | torch.Tensor | None = None,
         return_lse: bool = False,
         _poison: bool = False,
         **values_of_mods: Any,
@@ -143,107 +172,447 @@ class Attention:
         Raises SpecError for tensors or values that do not fit the spec, a value for a feature that it lacks, and a
         feature without its value; LaunchError where the launch fails.
         """
-        spec = self.spec
-        batch, seqlen_q, heads_q, seqlen_k, heads_k = _check_tensors(spec, q, k, v)
-        device = q.device
-        scale = spec.head_dim**-0.5 if softmax_scale is None else positive_float("softmax_scale", softmax_scale)
-        given = {"softcap": softcap, "alibi_slopes": alibi_slopes, **values_of_mods}
-        call = CallContext(batch=batch, heads_q=heads_q, softmax_scale=scale, device=device)
-        values: dict[str, Any] = {"softmax_scale_log2": scale * LOG2E}
-        for mod in MODS:
-            value = given.pop(mod.argument, None)
-            _check_given(mod.name, mod.argument, getattr(spec, mod.name), value)
-            if getattr(spec, mod.name):
-                values |= mod.pack(value, call)
-        if given:
-            raise SpecError(f"a call takes no argument {', '.join(given)}")
-        values |= _window(spec, window, seqlen_q, seqlen_k)
-        values |= _dropout(spec, dropout_p, seed, device)
-
-        launcher = self._launcher(device)
-        o = torch.empty((batch, seqlen_q, heads_q, spec.dim_v), dtype=q.dtype, device=device)
-        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-        if _poison:
-            o.fill_(math.nan)
-            lse.fill_(math.nan)
-        if lse.numel():
-            q, k, v = (_aligned(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
-            values |= {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-            for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o)):
-                for index, dim in ((0, "batch"), (1, "row"), (2, "head")):
-                    values[f"{name}_{dim}_stride"] = _stride(tensor, index)
-            values |= {
-                "seqlen_q": seqlen_q,
-                "seqlen_k": seqlen_k,
-                "heads_q": heads_q,
-                "group_size": heads_q // heads_k,
-            }
-            launcher.run(batch * heads_q * -(-seqlen_q // launcher.kernel.tile.tile_m), values, (o, lse))
+        if torch.compiler.is_compiling() or not _is_plain(q, k, v):
+            if _poison:
+                raise SpecError("_poison is for plain tensors in eager mode")
+            return self._through_operators(
+                q, k, v, softmax_scale, softcap, window, alibi_slopes, dropout_p, seed, return_lse, values_of_mods
+            )
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = self._autocast(q, k, v)
+        if softcap is None and alibi_slopes is None and not values_of_mods and not self._wanted:
+            mods: tuple[Any, ...] = ()
+        else:
+            mods = self._mods(softcap, alibi_slopes, values_of_mods)
+        values = Values(softmax_scale, window, dropout_p, mods)
+        call = self._call(q, k, v, values)
+        state = philox_state(seed, call.device) if self._dropout else None
+        if seed is not None and state is None:
+            check_given("dropout", "seed", False, seed)
+        if forward_ad._current_level >= 0 or (
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        ):
+            self._check_differentiable()
+            return _Attention.apply(self, values, state, return_lse, _poison, q, k, v)  # type: ignore[no-any-return]
+        o, lse, _ = call.forward(q, k, v, mods, state, _poison)
         return (o, lse) if return_lse else o
 
-    def _launcher(self, device: torch.device) -> _Launcher:
-        if device not in self._launchers:
-            self._launchers[device] = self._load(device)
-        return self._launchers[device]
+    def _mods(self, softcap: float | None, alibi_slopes: torch.Tensor | None, others: dict[str, Any]) -> tuple[Any, ...]:
+        """The values of the spec's modifications, in its order."""
+        given = {"softcap": softcap, "alibi_slopes": alibi_slopes, **others}
+        for name, argument in self._unwanted:
+            check_given(name, argument, False, given.pop(argument, None))
+        for name, argument in self._wanted:
+            check_given(name, argument, True, given.get(argument))
+        mods = tuple(given.pop(argument) for _, argument in self._wanted)
+        if given:
+            raise SpecError(f"a call takes no argument {', '.join(given)}")
+        if torch.is_grad_enabled():
+            for (_, argument), value in zip(self._wanted, mods, strict=True):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise SpecError(
+                        f"{argument} requires a gradient, which no kernel computes: pass {argument}.detach()"
+                    )
+        return mods
 
-    def _load(self, device: torch.device) -> _Launcher:
-        if device.type == "cpu":
-            if self.emulate is False:
-                raise SpecError(
-                    "the tensors are on the CPU and emulate=False; move them to a GPU, or leave emulate out"
-                )
-            return _Launcher.load(self._arch or _default_arch(), self.spec, None)
-        if device.type != "cuda":
+    def _autocast(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three in the spec's dtype where autocast is on for their device, float64 excepted as in PyTorch."""
+        if not torch.is_autocast_enabled(q.device.type):
+            return q, k, v
+        q, k, v = (x.to(self._dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        return q, k, v
+
+    def _check_differentiable(self) -> None:
+        if not self._backward:
+            raise SpecError(
+                "an input requires a gradient, and the kernel computes none: "
+                "AttentionSpec(..., backward=True), or call under torch.no_grad()"
+            )
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type == "cpu" and self.emulate is False:
+            raise SpecError("the tensors are on the CPU and emulate=False; move them to a GPU, or leave emulate out")
+        if device.type not in ("cpu", "cuda"):
             raise SpecError(f"the tensors are on {device}; fagen runs on CUDA devices, and emulated on the CPU")
-        if self.emulate:
+        if device.type == "cuda" and self.emulate:
             raise SpecError(f"the tensors are on {device} and emulate=True; move them to the CPU, or leave emulate out")
-        capability = torch.cuda.get_device_capability(device)
-        return _Launcher.load(self._arch or for_capability(capability), self.spec, device)
 
-
-class _Launcher:
-    """One built kernel on one device."""
-
-    def __init__(self, kernel: KernelPlan, artifact: Artifact, loaded: CudaKernel | EmulatedKernel) -> None:
-        self.kernel = kernel
-        self.artifact = artifact
-        self._loaded = loaded
-
-    @classmethod
-    def load(cls, arch: Arch, spec: AttentionSpec, device: torch.device | None) -> _Launcher:
-        """Builds what is missing. `device=None` loads the emulated kernel."""
-        (kernel,) = plan(spec, arch)
-        (artifact,) = find_or_build([kernel], emulate=device is None)
-        key = (str(artifact.directory), None if device is None else device.index)
-        if key not in _KERNELS:
-            if device is None:
-                _KERNELS[key] = EmulatedKernel(artifact.binary, kernel.entry)
-            else:
-                _KERNELS[key] = CudaKernel(artifact.binary, kernel.entry, device.index, kernel.smem_bytes)
-        return cls(kernel, artifact, _KERNELS[key])
-
-    def run(self, grid: int, values: Mapping[str, Any], outputs: tuple[torch.Tensor, ...]) -> None:
-        """Packs `values` and launches `grid` blocks. A tensor among the values stands for its address."""
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        names = {field.name for field in self.kernel.params.fields}
-        packed = {name: value for name, value in values.items() if name in names}
-        params = self.kernel.params.pack(packed | {name: tensor.data_ptr() for name, tensor in tensors.items()})
-        if isinstance(self._loaded, CudaKernel):
-            stream = torch.cuda.current_stream(outputs[0].device).cuda_stream
-            self._loaded.launch(grid=grid, threads=self.kernel.threads, params=params, stream=stream)
-            return
-        ranges = [
-            (tensor.data_ptr(), _extent_bytes(tensor), any(tensor is output for output in outputs))
-            for tensor in tensors.values()
-        ]
-        self._loaded.launch(
-            grid=grid,
-            threads=self.kernel.threads,
-            smem_bytes=self.kernel.smem_bytes,
-            params=params,
-            ranges=ranges,
-            seed=env.emulate_seed(),
+    def _through_operators(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None,
+        softcap: float | None,
+        window: tuple[int, int] | None,
+        alibi_slopes: torch.Tensor | None,
+        dropout_p: float | None,
+        seed: int | torch.Tensor | None,
+        return_lse: bool,
+        others: dict[str, Any],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`__call__` by way of torch.library: where PyTorch traces, or a mode or a subclass of Tensor looks on."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise SpecError(f"{name} must be a tensor, got {type(x).__name__}")
+        if q.device.type != "meta":
+            self._check_device(q.device)
+            q, k, v = self._autocast(q, k, v)
+        mods = self._mods(softcap, alibi_slopes, others)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            self._check_differentiable()
+        state = philox_state(seed, q.device) if self._dropout else None
+        if state is None:
+            check_given("dropout", "seed", False, seed)
+        spec, arch = self._identity
+        o, lse, _ = torch.ops.fagen.forward(
+            q,
+            k,
+            v,
+            spec,
+            arch,
+            softmax_scale,
+            window,
+            dropout_p,
+            [value if isinstance(value, torch.Tensor) else None for value in mods],
+            [0.0 if isinstance(value, torch.Tensor) else value for value in mods],
+            state,
         )
+        return (o, lse) if return_lse else o
+
+    def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values) -> _Call:
+        """The prepared call for such tensors and values."""
+        key = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device)
+        key += (v.shape, v.stride(), v.dtype, v.device, values)  # type: ignore[assignment]
+        if values.mods:
+            mods = tuple(_described(value) for value in values.mods)
+            key = (*key[:-1], values._replace(mods=mods))  # type: ignore[assignment]
+        try:
+            call = self._calls.get(key)
+        except TypeError:  # a value that cannot be hashed: the checks say what it should have been
+            return _Call(self, q, k, v, values)
+        if call is None:
+            call = _Call(self, q, k, v, values)
+            if not call.scalars.made:
+                if len(self._calls) >= _MOST_CALLS:
+                    self._calls.clear()
+                self._calls[key] = call
+        return call
+
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, state: torch.Tensor | None, poison: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(o, lse, stats) of checked values; stats with spec.backward only."""
+        return self._call(q, k, v, values).forward(q, k, v, values.mods, state, poison)
+
+    def _gradients(
+        self,
+        d_o: torch.Tensor | None,
+        d_lse: torch.Tensor | None,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        values: Values,
+        state: torch.Tensor | None,
+        needed: tuple[bool, bool, bool],
+        poison: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(dq, dk, dv), each None unless needed. `saved` is (q, k, v, o, stats)."""
+        q, k, v, o, stats = saved
+        q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
+        if d_o is None:
+            d_o = o.new_zeros(o.shape[3]).expand(o.shape)
+        d_o = aligned("do", d_o)
+        call = self._call(q, k, v, values)
+        return call.gradients(needed, d_o, d_lse, q, k, v, o, stats, values.mods, state, poison)
+
+
+class _Call:
+    """A forward for tensors of certain sizes and strides: what is left is to allocate and to launch.
+
+    Raises SpecError for tensors or values that do not fit.
+    """
+
+    def __init__(
+        self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values
+    ) -> None:
+        spec = attention.spec
+        self.attention = attention
+        self.sizes = sizes = check_tensors(spec, q, k, v)
+        self.device = q.device
+        self.scalars = scalars(spec, sizes, values, q.device)
+        attention._check_device(q.device)
+        self._values = values._replace(mods=())
+        self._o_shape = (sizes.batch, sizes.seqlen_q, sizes.heads_q, spec.dim_v)
+        self._lse_shape = (sizes.batch, sizes.heads_q, sizes.seqlen_q)
+        self._stats_shape = stats_shape(sizes) if spec.backward else None
+        self._dtype = q.dtype
+        self._aligned = rows_aligned(q) and rows_aligned(k) and rows_aligned(v)
+        self._extra_names = (*self.scalars.tensors, *self.scalars.made, *(["philox_state"] if spec.dropout else []))
+        self._fields = {
+            **self.scalars.fields,
+            **strides("q", q),
+            **strides("k", k),
+            **strides("v", v),
+            "seqlen_q": sizes.seqlen_q,
+            "seqlen_k": sizes.seqlen_k,
+            "heads_q": sizes.heads_q,
+            "heads_k": sizes.heads_k,
+            "group_size": sizes.heads_q // sizes.heads_k,
+        }
+        self._launch = None if sizes.empty or not self._aligned else self._forward_launch()
+        self._gradients: dict[Any, _Gradients] = {}
+
+    def _forward_launch(self) -> Launch:
+        kernel = self.attention.kernels(self.device)["fwd"]
+        sizes = self.sizes
+        o = torch.empty(self._o_shape, dtype=self._dtype, device="meta")
+        return Launch(
+            kernel,
+            sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // kernel.plan.tile.tile_m),
+            self._fields | strides("o", o),
+            ("q", "k", "v", "o", "lse", *(["stats"] if self._stats_shape else []), *self._extra_names),
+        )
+
+    def _extras(self, mods: tuple[Any, ...], state: torch.Tensor | None) -> list[torch.Tensor]:
+        """The tensors of `_extra_names`."""
+        extras = [mods[index] for index in self.scalars.tensors.values()]
+        extras += self.scalars.made.values()
+        if state is not None:
+            extras.append(state)
+        return extras
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mods: tuple[Any, ...],
+        state: torch.Tensor | None,
+        poison: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(o, lse, stats). Tensors whose rows are not aligned are copied."""
+        device = self.device
+        launch = self._launch
+        if launch is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            o = torch.empty(self._o_shape, dtype=self._dtype, device=device)
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+            outputs = [o, lse]
+            if self._stats_shape is not None:
+                outputs.append(torch.empty(self._stats_shape, dtype=torch.float32, device=device))
+            if poison:
+                for output in outputs:
+                    output.fill_(math.nan)
+            if self._extra_names:
+                launch(q, k, v, *outputs, *self._extras(mods, state))
+            else:
+                launch(q, k, v, *outputs)
+            return o, lse, outputs[2] if self._stats_shape is not None else None
+        if self.sizes.empty:
+            stats = None if self._stats_shape is None else torch.empty(self._stats_shape, device=device)
+            o = torch.empty(self._o_shape, dtype=self._dtype, device=device)
+            return o, torch.empty(self._lse_shape, device=device), stats
+        q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
+        return self.attention._forward(q, k, v, self._values._replace(mods=mods), state, poison)
+
+    def gradients(
+        self,
+        needed: tuple[bool, bool, bool],
+        d_o: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        stats: torch.Tensor,
+        mods: tuple[Any, ...],
+        state: torch.Tensor | None,
+        poison: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(dq, dk, dv), each None unless needed. The rows of all tensors are aligned."""
+        if self.sizes.empty or self.sizes.seqlen_k == 0:
+            dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needed, strict=True))
+            return dq, dk, dv
+        key = (needed, d_o.stride(), None if d_lse is None else d_lse.stride())
+        gradients = self._gradients.get(key)
+        if gradients is None:
+            kernels = self.attention.kernels(self.device)
+            fields = self._fields | strides("o", o) | strides("d_o", d_o) | strides_by_head("d_lse", d_lse)
+            gradients = _Gradients(kernels, self.sizes, fields, self._extra_names, (q, k, v), needed)
+            if len(self._gradients) >= _MOST_CALLS:
+                self._gradients.clear()
+            self._gradients[key] = gradients
+        return gradients(d_o, d_lse, q, k, v, o, stats, self._extras(mods, state), poison)
+
+
+class _Gradients:
+    """The backward of a `_Call` for gradients of certain strides: what is left is to allocate and to launch."""
+
+    def __init__(
+        self,
+        kernels: dict[str, Kernel],
+        sizes: Sizes,
+        fields: dict[str, Any],
+        extra_names: tuple[str, ...],
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        needed: tuple[bool, bool, bool],
+    ) -> None:
+        self._needed = needed
+        for name, x in zip(("d_q", "d_k", "d_v"), inputs, strict=True):
+            fields = fields | strides(name, torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        heads = sizes.batch * sizes.heads_q
+
+        def query_tiles(kind: str) -> int:
+            return heads * -(-sizes.seqlen_q // kernels[kind].plan.tile.tile_m)
+
+        self._delta_shape = stats_shape(sizes)[:3]
+        # dV does without delta: what the kernel makes of its unwritten memory is dropped with dS.
+        self._delta: Launch | None = None
+        if needed[0] or needed[1]:
+            rows = kernels["bwd_delta"].plan.threads // 8
+            grid = heads * self._delta_shape[2] // rows
+            self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta"))
+        inner = ("q", "k", "v", "d_o", "stats", "delta")
+        deterministic = "bwd_dq" in kernels
+        self._dq: Launch | None = None
+        self._convert: Launch | None = None
+        self._dq_sum_floats = 0
+        if needed[0] and deterministic:
+            self._dq = Launch(kernels["bwd_dq"], query_tiles("bwd_dq"), fields, (*inner, "d_q", *extra_names))
+        elif needed[0]:
+            self._dq_sum_floats = query_tiles("bwd") * kernels["bwd"].plan.dq_tile_floats
+            self._convert = Launch(kernels["bwd_convert"], query_tiles("bwd"), fields, ("dq_sum", "d_q"))
+        self._main: Launch | None = None
+        self._sums = not deterministic
+        if needed[1] or needed[2] or not deterministic:
+            grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // kernels["bwd"].plan.tile.tile_n)
+            sums = ["dq_sum"] if self._sums else []
+            self._main = Launch(kernels["bwd"], grid, fields, (*inner, "d_k", "d_v", *sums, *extra_names))
+
+    def __call__(
+        self,
+        d_o: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        stats: torch.Tensor,
+        extras: list[torch.Tensor],
+        poison: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        device = q.device
+        need_q, need_k, need_v = self._needed
+        dq = torch.empty(q.shape, dtype=q.dtype, device=device) if need_q else None
+        dk = torch.empty(k.shape, dtype=k.dtype, device=device) if need_k else None
+        dv = torch.empty(v.shape, dtype=v.dtype, device=device) if need_v else None
+        delta = torch.empty(self._delta_shape, dtype=torch.float32, device=device)
+        if poison:
+            for output in (dq, dk, dv, delta):
+                if output is not None:
+                    output.fill_(math.nan)
+        dq_sum = None
+        if self._dq_sum_floats:
+            dq_sum = torch.zeros(self._dq_sum_floats, dtype=torch.float32, device=device)
+        if self._delta is not None:
+            self._delta(o, d_o, d_lse, delta)
+        if self._main is not None:
+            sums = [dq_sum] if self._sums else []
+            self._main(q, k, v, d_o, stats, delta, dk, dv, *sums, *extras)
+        if self._convert is not None:
+            self._convert(dq_sum, dq)
+        if self._dq is not None:
+            self._dq(q, k, v, d_o, stats, delta, dq, *extras)
+        return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd in eager mode, without the time that a way through torch.library would take."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        attention: Attention,
+        values: Values,
+        state: torch.Tensor | None,
+        return_lse: bool,
+        poison: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        o, lse, stats = attention._forward(q, k, v, values, state, poison)
+        ctx.attention, ctx.poison = attention, poison
+        ctx.values = values
+        tensors = [value for value in values.mods if isinstance(value, torch.Tensor)]
+        if tensors:
+            ctx.values = values._replace(
+                mods=tuple(None if isinstance(value, torch.Tensor) else value for value in values.mods)
+            )
+        ctx.save_for_backward(q, k, v, o, stats, state, *tensors)
+        ctx.set_materialize_grads(False)
+        return (o, lse) if return_lse else o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
+        none = (None,) * 5
+        needed = ctx.needs_input_grad[5:]
+        if d_o is None and d_lse is None:
+            return (*none, None, None, None)
+        q, k, v, o, stats, state, *tensors = ctx.saved_tensors
+        values = ctx.values
+        if tensors:
+            rest = iter(tensors)
+            values = values._replace(mods=tuple(next(rest) if value is None else value for value in values.mods))
+        if torch.is_grad_enabled():
+            return (*none, *_Once.apply(ctx.attention, needed, values, state, ctx.poison, d_o, d_lse, q, k, v, o, stats))
+        saved = (q, k, v, o, stats)
+        return (*none, *ctx.attention._gradients(d_o, d_lse, saved, values, state, needed, ctx.poison))
+
+
+class _Once(torch.autograd.Function):
+    """The backward where it is to be differentiated too: the gradients, and an error behind them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        attention: Attention,
+        needed: tuple[bool, bool, bool],
+        values: Values,
+        state: torch.Tensor | None,
+        poison: bool,
+        d_o: torch.Tensor | None,
+        d_lse: torch.Tensor | None,
+        *saved: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        q, k, v, o, stats = saved
+        return attention._gradients(d_o, d_lse, (q, k, v, o, stats), values, state, needed, poison)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise SpecError(SECOND_DERIVATIVE)
+
+
+def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Nothing needs to see the operators: no subclass, no mode, no transform, no tensor without storage."""
+    return (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not q.is_meta
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _described(value: Any) -> Any:
+    """What of a value of a modification decides how a call is prepared."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
 
 
 @cache  # one notice a process
@@ -256,105 +625,3 @@ def _default_arch() -> Arch:
     if not source:
         _warn_of_fallback(archs[0].name)
     return archs[0]
-
-
-def _check_tensors(
-    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[int, int, int, int, int]:
-    """(B, Sq, Hq, Sk, Hk); SpecError unless the three fit the spec and one another."""
-    for name, tensor, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.dim_v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise SpecError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise SpecError(f"{name} has {tensor.dim()} dimensions; expected (batch, seqlen, heads, head_dim)")
-        if tensor.dtype != DTYPES[spec.dtype]:
-            raise SpecError(f"{name} has dtype {tensor.dtype}; the spec's dtype is {spec.dtype} ({DTYPES[spec.dtype]})")
-        if tensor.shape[3] != dim:
-            raise SpecError(f"{name} has head dim {tensor.shape[3]}; the spec's is {dim}")
-        if tensor.device != q.device:
-            raise SpecError(f"{name} is on {tensor.device}, q on {q.device}; all tensors must be on one device")
-        if tensor.stride(3) != 1:
-            raise SpecError(
-                f"{name} has stride {tensor.stride(3)} in its last dimension, which must be contiguous: "
-                f"pass {name}.contiguous()"
-            )
-        if tensor.shape[1] > MAX_SEQLEN:
-            raise SpecError(f"{name} has {tensor.shape[1]} positions; at most {MAX_SEQLEN} are served")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise SpecError("an input requires a gradient, and the kernel computes none: call under torch.no_grad()")
-    batch, seqlen_q, heads_q, _ = q.shape
-    _, seqlen_k, heads_k, _ = k.shape
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
-    if v.shape[1] != seqlen_k or v.shape[2] != heads_k:
-        raise SpecError(
-            f"k is {tuple(k.shape[:3])} and v {tuple(v.shape[:3])} in (batch, seqlen, heads): must be equal"
-        )
-    if heads_k == 0 or heads_q % heads_k:
-        raise SpecError(f"{heads_q} query heads over {heads_k} key heads: the first must be a multiple of the second")
-    return batch, seqlen_q, heads_q, seqlen_k, heads_k
-
-
-def _check_given(feature: str, argument: str, wanted: bool, value: Any) -> None:
-    if wanted and value is None:
-        raise SpecError(f"the spec has {feature}=True: pass {argument}=...")
-    if not wanted and value is not None:
-        raise SpecError(f"{argument} is given, but the spec lacks the feature: AttentionSpec(..., {feature}=True)")
-
-
-def _window(spec: AttentionSpec, window: tuple[int, int] | None, seqlen_q: int, seqlen_k: int) -> Mapping[str, int]:
-    """Bounds for the kernel: -1 becomes a distance past every key, and causal closes the right side."""
-    if not spec.window:
-        _check_given("window", "window", False, None if window in ((-1, -1), [-1, -1]) else window)
-        return {}
-    _check_given("window", "window", True, window)
-    if (
-        not isinstance(window, tuple | list)
-        or len(window) != 2
-        or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window)
-    ):
-        raise SpecError(f"window={window!r}: expected (left, right), each an integer of at least 0, or -1 for no bound")
-    unbounded = seqlen_q + seqlen_k
-    left, right = (unbounded if side < 0 else min(side, unbounded) for side in window)
-    return {"window_left": left, "window_right": 0 if spec.causal else right}
-
-
-def _dropout(spec: AttentionSpec, p: float | None, seed: int | None, device: torch.device) -> Mapping[str, Any]:
-    if not spec.dropout:
-        _check_given("dropout", "dropout_p", False, None if p == 0 else p)
-        _check_given("dropout", "seed", False, seed)
-        return {}
-    _check_given("dropout", "dropout_p", True, p)
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
-        raise SpecError(f"dropout_p={p!r} must be a number of at least 0 and below 1")
-    if seed is None:
-        state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
-        state[1] = 0
-    elif isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise SpecError(f"seed={seed!r} must be an integer that fits in 64 bits")
-    else:
-        state = torch.tensor([seed - 2**64 if seed >= 2**63 else seed, 0], dtype=torch.int64, device=device)
-    threshold = keep_threshold(p)
-    return {"philox_state": state, "keep_threshold": threshold, "keep_scale": 65536 / threshold}
-
-
-def _stride(tensor: torch.Tensor, index: int) -> int:
-    """Stride in elements; 0 for a dimension of one entry, whose stride means nothing and may be anything."""
-    return tensor.stride(index) if tensor.shape[index] > 1 else 0
-
-
-def _aligned(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a contiguous copy where a row of it does not start on a multiple of 16 bytes."""
-    step = ALIGNMENT // tensor.element_size()
-    if tensor.data_ptr() % ALIGNMENT == 0 and all(_stride(tensor, index) % step == 0 for index in range(3)):
-        return tensor
-    log.debug("%s is copied: its rows do not start on multiples of %d bytes", name, ALIGNMENT)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element of `tensor`, which may be strided or expanded."""
-    if tensor.numel() == 0:
-        return 0
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (span + 1) * tensor.element_size()

@@ -1,0 +1,201 @@
+"""What a call of an attention kernel may be, and the values of its kernel parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fagen.errors import SpecError
+from fagen.mods import LOG2E, CallContext, positive_float
+from fagen.reference import keep_threshold
+from fagen.spec import AttentionSpec
+
+log = logging.getLogger("fagen")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ALIGNMENT = 16  # bytes of one asynchronous copy
+MAX_SEQLEN = 2**30 - 1  # positions and window bounds are summed in 32 bits
+STATS_ROWS = 128  # the statistics of a head are padded to a multiple of this many rows
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, but for the head dims, which the spec has."""
+
+    batch: int
+    seqlen_q: int
+    heads_q: int
+    seqlen_k: int
+    heads_k: int
+
+    @property
+    def empty(self) -> bool:
+        """There is no row of o."""
+        return not (self.batch and self.seqlen_q and self.heads_q)
+
+
+def stats_shape(sizes: Sizes) -> tuple[int, int, int, int]:
+    """Shape of the statistics that a forward leaves to the backward, float32; delta has the same but for the last."""
+    padded_q = (sizes.seqlen_q + STATS_ROWS - 1) // STATS_ROWS * STATS_ROWS
+    return sizes.batch, sizes.heads_q, padded_q, 2
+
+
+class Values(NamedTuple):
+    """What a call gives besides q, k, v and the state of the random numbers."""
+
+    softmax_scale: float | None
+    window: tuple[int, int] | None
+    dropout_p: float | None
+    mods: tuple[Any, ...]  # in the order of spec.mods: numbers and tensors
+
+
+class Scalars(NamedTuple):
+    """The parameters of the kernels that `Values` give."""
+
+    softmax_scale: float
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, int]  # fields that hold the address of the value of a modification: its index in Values.mods
+    made: Mapping[str, torch.Tensor]  # fields that hold the address of a tensor which a modification made of its value
+
+
+def check_tensors(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sizes:
+    """The sizes of a call; SpecError unless the three tensors fit the spec and one another."""
+    for name, tensor, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.dim_v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise SpecError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise SpecError(f"{name} has {tensor.dim()} dimensions; expected (batch, seqlen, heads, head_dim)")
+        if tensor.dtype != DTYPES[spec.dtype]:
+            raise SpecError(f"{name} has dtype {tensor.dtype}; the spec's dtype is {spec.dtype} ({DTYPES[spec.dtype]})")
+        if tensor.shape[3] != dim:
+            raise SpecError(f"{name} has head dim {tensor.shape[3]}; the spec's is {dim}")
+        if tensor.device != q.device:
+            raise SpecError(f"{name} is on {tensor.device}, q on {q.device}; all tensors must be on one device")
+        if tensor.stride(3) != 1:
+            raise SpecError(
+                f"{name} has stride {tensor.stride(3)} in its last dimension, which must be contiguous: "
+                f"pass {name}.contiguous()"
+            )
+        if tensor.shape[1] > MAX_SEQLEN:
+            raise SpecError(f"{name} has {tensor.shape[1]} positions; at most {MAX_SEQLEN} are served")
+    batch, seqlen_q, heads_q, _ = q.shape
+    _, seqlen_k, heads_k, _ = k.shape
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
+    if v.shape[1] != seqlen_k or v.shape[2] != heads_k:
+        raise SpecError(
+            f"k is {tuple(k.shape[:3])} and v {tuple(v.shape[:3])} in (batch, seqlen, heads): must be equal"
+        )
+    if heads_k == 0 or heads_q % heads_k:
+        raise SpecError(f"{heads_q} query heads over {heads_k} key heads: the first must be a multiple of the second")
+    return Sizes(batch, seqlen_q, heads_q, seqlen_k, heads_k)
+
+
+def check_given(feature: str, argument: str, wanted: bool, value: Any) -> None:
+    """SpecError where a feature lacks its value, or a value its feature."""
+    if wanted and value is None:
+        raise SpecError(f"the spec has {feature}=True: pass {argument}=...")
+    if not wanted and value is not None:
+        raise SpecError(f"{argument} is given, but the spec lacks the feature: AttentionSpec(..., {feature}=True)")
+
+
+def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.device) -> Scalars:
+    """The parameters that every kernel of a call takes by value. Raises SpecError for a value that means nothing."""
+    given = values.softmax_scale
+    scale = spec.head_dim**-0.5 if given is None else positive_float("softmax_scale", given)
+    context = CallContext(batch=sizes.batch, heads_q=sizes.heads_q, softmax_scale=scale, device=device)
+    fields: dict[str, Any] = {"softmax_scale": scale, "softmax_scale_log2": scale * LOG2E}
+    tensors: dict[str, int] = {}
+    made: dict[str, torch.Tensor] = {}
+    for index, (mod, value) in enumerate(zip(spec.mods, values.mods, strict=True)):
+        for name, packed in mod.pack(value, context).items():
+            if not isinstance(packed, torch.Tensor):
+                fields[name] = packed
+            elif packed is value:
+                tensors[name] = index
+            else:
+                made[name] = packed
+    fields |= _window(spec, values.window, sizes)
+    fields |= _dropout(spec, values.dropout_p)
+    return Scalars(scale, fields, tensors, made)
+
+
+def _window(spec: AttentionSpec, window: tuple[int, int] | None, sizes: Sizes) -> Mapping[str, int]:
+    """Bounds for the kernel: -1 becomes a distance past every key, and causal closes the right side."""
+    if not spec.window:
+        check_given("window", "window", False, None if window in ((-1, -1), [-1, -1]) else window)
+        return {}
+    check_given("window", "window", True, window)
+    if (
+        not isinstance(window, tuple | list)
+        or len(window) != 2
+        or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window)
+    ):
+        raise SpecError(f"window={window!r}: expected (left, right), each an integer of at least 0, or -1 for no bound")
+    unbounded = sizes.seqlen_q + sizes.seqlen_k
+    left, right = (unbounded if side < 0 else min(side, unbounded) for side in window)
+    return {"window_left": left, "window_right": 0 if spec.causal else right}
+
+
+def _dropout(spec: AttentionSpec, p: float | None) -> Mapping[str, Any]:
+    if not spec.dropout:
+        check_given("dropout", "dropout_p", False, None if p == 0 else p)
+        return {}
+    check_given("dropout", "dropout_p", True, p)
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
+        raise SpecError(f"dropout_p={p!r} must be a number of at least 0 and below 1")
+    threshold = keep_threshold(p)
+    return {"keep_threshold": threshold, "keep_scale": 65536 / threshold}
+
+
+def philox_state(seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """(seed, offset) on `device`, int64: drawn there from PyTorch's generator where `seed` is None.
+
+    Nothing comes from the host but numbers in launches, so that a captured CUDA graph draws anew at each replay.
+    """
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        if seed.shape != (2,) or seed.dtype != torch.int64 or seed.device != device or not seed.is_contiguous():
+            raise SpecError(
+                f"seed is a tensor {tuple(seed.shape)} of {seed.dtype} on {seed.device}; "
+                f"expected (seed, offset), int64 (2,) on {device}, contiguous"
+            )
+        return seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise SpecError(f"seed={seed!r} must be an integer that fits in 64 bits")
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    state[:1].fill_(seed - 2**64 if seed >= 2**63 else seed)
+    return state
+
+
+def strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
+    """The stride parameters of a (batch, row, head, dim) tensor."""
+    return {f"{name}_{dim}_stride": _stride(tensor, index) for index, dim in enumerate(("batch", "row", "head"))}
+
+
+def strides_by_head(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
+    """The stride parameters of a (batch, head, row) tensor; zeros where there is none."""
+    dims = enumerate(("batch", "head", "row"))
+    return {f"{name}_{dim}_stride": 0 if tensor is None else _stride(tensor, index) for index, dim in dims}
+
+
+def rows_aligned(tensor: torch.Tensor) -> bool:
+    """The last dimension is contiguous, and the rows start a multiple of 16 bytes apart."""
+    step = ALIGNMENT // tensor.element_size()
+    return tensor.stride(3) == 1 and all(_stride(tensor, index) % step == 0 for index in range(3))
+
+
+def aligned(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a contiguous copy where some row of it is none or does not start on a multiple of 16 bytes."""
+    if tensor.data_ptr() % ALIGNMENT == 0 and rows_aligned(tensor):
+        return tensor
+    log.debug("%s is copied: its rows do not start on multiples of %d bytes", name, ALIGNMENT)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _stride(tensor: torch.Tensor, index: int) -> int:
+    """Stride in elements; 0 for a dimension of one entry, whose stride means nothing and may be anything."""
+    return tensor.stride(index) if tensor.shape[index] > 1 else 0

@@ -1,0 +1,112 @@
+"""Kernels in memory: built, loaded once a process and device, and launched with packed parameters."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fagen import env
+from fagen.arch import Arch
+from fagen.build import find_or_build
+from fagen.cache import Artifact
+from fagen.emulator import EmulatedKernel
+from fagen.errors import LaunchError
+from fagen.launch import CudaKernel, current_stream
+from fagen.plan import KernelPlan, plan
+from fagen.spec import AttentionSpec
+
+# Loaded kernels by (directory of the artifact, device). The directory's name holds the digest, so that an edited
+# template is another entry.
+_LOADED: dict[tuple[str, int | None], CudaKernel | EmulatedKernel] = {}
+
+
+class Kernel:
+    """One built kernel on one device."""
+
+    def __init__(self, kernel_plan: KernelPlan, artifact: Artifact, device: int | None) -> None:
+        """Loads the kernel where the process has not yet. `device=None` is the CPU."""
+        key = (str(artifact.directory), device)
+        if key not in _LOADED:
+            if device is None:
+                _LOADED[key] = EmulatedKernel(artifact.binary, kernel_plan.entry)
+            else:
+                _LOADED[key] = CudaKernel(artifact.binary, kernel_plan.entry, device, kernel_plan.smem_bytes)
+        self.plan = kernel_plan
+        self.artifact = artifact
+        self.device = device
+        self.loaded = _LOADED[key]
+
+
+def load(spec: AttentionSpec, arch: Arch, device: int | None) -> dict[str, Kernel]:
+    """The kernels of `spec` by kind, built where the cache lacks them. `device=None` loads emulated kernels."""
+    plans = plan(spec, arch)
+    artifacts = find_or_build(plans, emulate=device is None)
+    return {one.kind: Kernel(one, artifact, device) for one, artifact in zip(plans, artifacts, strict=True)}
+
+
+class Launch:
+    """A launch that lacks only the addresses of its tensors. Any number of threads may run it at once."""
+
+    def __init__(self, kernel: Kernel, grid: int, values: Mapping[str, Any], tensors: Sequence[str]) -> None:
+        """`values` has the parameters that are no pointers, and may have others; `tensors` names the pointers, in the
+        order in which a call gives them."""
+        fields = kernel.plan.params.fields
+        pointers = {field.name for field in fields if field.ctype.endswith("*")}
+        if pointers != set(tensors):
+            raise LaunchError(f"{kernel.plan.entry} takes the tensors {sorted(pointers)}, not {sorted(tensors)}")
+        packed = kernel.plan.params.pack(
+            {field.name: 0 if field.name in pointers else _value(values, field.name) for field in fields}
+        )
+        self.kernel = kernel
+        self.grid = grid
+        # Members of 8 bytes come first, so that a pointer's place counts in words. One word before them: a launch wants
+        # the addresses of its parameters, here of the struct, in memory.
+        places = {field.name: index for index, field in enumerate(fields)}
+        self._slots = tuple(1 + places[name] for name in tensors)
+        self._writable = tuple(not fields[places[name]].ctype.startswith("const") for name in tensors)
+        self._template = bytes(8) + packed
+        self._words = ctypes.c_uint64 * (len(self._template) // 8)
+        self._threads = kernel.plan.threads
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launches on the current stream of the kernel's device, or runs on the CPU. None is a null pointer."""
+        words = self._words.from_buffer_copy(self._template)  # one a call keeps concurrent callers apart
+        for slot, tensor in zip(self._slots, tensors, strict=True):
+            if tensor is not None:
+                words[slot] = tensor.data_ptr()
+        loaded, device = self.kernel.loaded, self.kernel.device
+        if isinstance(loaded, CudaKernel):
+            address = ctypes.addressof(words)
+            words[0] = address + 8
+            loaded.launch_at(self.grid, self._threads, address, current_stream(device))
+            return
+        ranges = [
+            (tensor.data_ptr(), _extent_bytes(tensor), writable)
+            for tensor, writable in zip(tensors, self._writable, strict=True)
+            if tensor is not None
+        ]
+        loaded.launch(
+            grid=self.grid,
+            threads=self._threads,
+            smem_bytes=self.kernel.plan.smem_bytes,
+            params=bytes(words)[8:],
+            ranges=ranges,
+            seed=env.emulate_seed(),
+        )
+
+
+def _value(values: Mapping[str, Any], name: str) -> Any:
+    if name not in values:
+        raise LaunchError(f"no value for the kernel parameter {name!r}")
+    return values[name]
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of `tensor`, which may be strided or expanded."""
+    if tensor.numel() == 0:
+        return 0
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (span + 1) * tensor.element_size()

@@ -1,0 +1,153 @@
+"""`torch.ops.fagen.forward` and `torch.ops.fagen.backward`: what torch.compile, opcheck and dispatch modes see.
+
+A spec travels as its JSON, the target as its name ("" is the device's own). The values of score modifications come in
+the order of the spec, tensors in `mod_tensors` and numbers in `mod_numbers`, the other list's entry None or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fagen.call import Values, check_tensors, stats_shape
+from fagen.errors import SpecError
+from fagen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from fagen.ops import Attention
+
+SECOND_DERIVATIVE = (
+    "fagen computes no second derivatives: the gradients of attention cannot be differentiated again; "
+    "where they must be, use scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+)
+
+_VALUES = (
+    "str spec, str arch, float? softmax_scale, SymInt[]? window, float? dropout_p, Tensor?[] mod_tensors, "
+    "float[] mod_numbers, Tensor? philox_state"
+)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+torch.library.define(
+    "fagen::forward", f"(Tensor q, Tensor k, Tensor v, {_VALUES}) -> (Tensor o, Tensor lse, Tensor stats)", tags=_TAGS
+)
+torch.library.define(
+    "fagen::backward",
+    "(Tensor? d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, "
+    f"{_VALUES}, bool[] needed) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    tags=_TAGS,
+)
+
+
+@lru_cache(maxsize=1024)
+def _attention(spec: str, arch: str) -> Attention:
+    from fagen.ops import Attention
+
+    return Attention(AttentionSpec.model_validate_json(spec), arch=arch or None)
+
+
+def _values(
+    softmax_scale: float | None,
+    window: Sequence[int] | None,
+    dropout_p: float | None,
+    mod_tensors: Sequence[torch.Tensor | None],
+    mod_numbers: Sequence[float],
+) -> Values:
+    mods = tuple(
+        number if tensor is None else tensor for tensor, number in zip(mod_tensors, mod_numbers, strict=True)
+    )
+    return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods)  # type: ignore[arg-type]
+
+
+@torch.library.impl("fagen::forward", ("cpu", "cuda"))
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, arch: str, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *given, state = rest
+    o, lse, stats = _attention(spec, arch)._forward(q, k, v, _values(*given), state, False)
+    return o, lse, lse.new_empty(0) if stats is None else stats
+
+
+@torch.library.register_fake("fagen::forward")
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, arch: str, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    parsed = _attention(spec, arch).spec
+    sizes = check_tensors(parsed, q, k, v)
+    o = q.new_empty((*q.shape[:3], parsed.dim_v))
+    lse = q.new_empty((sizes.batch, sizes.heads_q, sizes.seqlen_q), dtype=torch.float32)
+    return o, lse, lse.new_empty(stats_shape(sizes) if parsed.backward else (0,))
+
+
+@torch.library.impl("fagen::backward", ("cpu", "cuda"))
+def _backward(
+    d_o: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    spec: str,
+    arch: str,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    *given, state, needed = rest
+    gradients = _attention(spec, arch)._gradients(
+        d_o, d_lse, (q, k, v, o, stats), _values(*given), state, tuple(needed), False
+    )
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+@torch.library.register_fake("fagen::backward")
+def _fake_backward(
+    d_o: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, k, v), rest[-1], strict=True))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, spec, arch, softmax_scale, window, dropout_p, mod_tensors, mod_numbers, state = inputs
+    o, _, stats = output
+    if not _attention(spec, arch).spec.backward:
+        raise SpecError(
+            "an input requires a gradient, and the kernel computes none: "
+            "AttentionSpec(..., backward=True), or call under torch.no_grad()"
+        )
+    ctx.save_for_backward(q, k, v, o, stats, state, *mod_tensors)
+    ctx.scalars = (spec, arch, softmax_scale, window, dropout_p)
+    ctx.mod_numbers = mod_numbers
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(stats)
+
+
+def _gradients(
+    ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None, d_stats: torch.Tensor | None
+) -> tuple[Any, ...]:
+    q, k, v, o, stats, state, *mod_tensors = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[:3])
+    if d_o is None and d_lse is None:
+        gradients: list[Any] = [None] * 3
+    else:
+        made = torch.ops.fagen.backward(
+            d_o, d_lse, q, k, v, o, stats, *ctx.scalars, mod_tensors, ctx.mod_numbers, state, needed
+        )
+        gradients = [gradient if need else None for gradient, need in zip(made, needed, strict=True)]
+    # PyTorch takes a list of tensors apart, and wants a list of gradients for it; one with a None stays whole.
+    whole = any(tensor is None for tensor in mod_tensors)
+    return (*gradients, *(None,) * 5, None if whole else [None] * len(mod_tensors), None, None)
+
+
+def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    raise SpecError(SECOND_DERIVATIVE)
+
+
+torch.library.register_autograd("fagen::forward", _gradients, setup_context=_save_for_backward)
+torch.library.register_autograd("fagen::backward", _refuse)
