@@ -1,0 +1,1 @@
+"""Modules that code written for another package can import instead."""

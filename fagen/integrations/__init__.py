@@ -1,0 +1,1 @@
+"""fagen inside other libraries. Nothing here is imported unless asked for."""

@@ -1,0 +1,246 @@
+"""flash-attention 2's calls: the spec follows from the arguments, its kernels are built on first use.
+
+Arguments, defaults, layouts and results are those of the `flash_attn` package; docs/flash-attention.md lists what
+differs. What is computed is SEMANTICS.md's definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fagen import reference
+from fagen.errors import SpecError
+from fagen.ops import DTYPES, Attention
+from fagen.spec import HEAD_DIM_STEP, AttentionSpec
+
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+
+_SPEC_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+
+# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, backward, deterministic
+_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool]
+
+# One Attention for what calls of one kind derive: a lookup is all that a call pays for not naming its spec.
+_ATTENTIONS: dict[_Key, Attention] = {}
+
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q over k and v.
+
+    q: (B, Sq, Hq, D), k: (B, Sk, Hk, D), v: (B, Sk, Hk, Dv), float16 or bfloat16 (float32 under autocast, which casts
+    them), Hq a multiple of Hk, head dims up to 256; those that are no multiple of 8 are padded with zeros and cut.
+    dropout_p: probability in [0, 1) that a softmax weight is dropped; 0 is off. The mask follows PyTorch's generator.
+    softmax_scale: positive; default D ** -0.5 of the true D.
+    causal: query i sees keys up to i + Sk - Sq.
+    window_size: (left, right), query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right, -1 for no bound.
+    softcap: scores become softcap * tanh(score / softcap); 0 or less is off.
+    alibi_slopes: float32 (Hq,) or (B, Hq); scores lose slope * |i + Sk - Sq - j|. Slopes get no gradient.
+    deterministic: bitwise equal gradients from run to run.
+
+    Returns o (B, Sq, Hq, Dv); with return_attn_probs (o, softmax_lse, S_dmask): softmax_lse (B, Hq, Sq) float32,
+    natural logarithm, -inf for a row that sees nothing; S_dmask, for tests, as `dropped_probabilities` has it, empty
+    without dropout.
+
+    Raises SpecError for tensors or values that fit no kernel, BuildError where a compiler fails.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise SpecError(
+            f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
+            "expected (batch, seqlen, heads, head_dim)"
+        )
+    if q.dtype not in _SPEC_DTYPES:
+        q, k, v = _cast(q, k, v)
+    head_dim, dim_v = q.shape[3], v.shape[3]
+    if head_dim % HEAD_DIM_STEP or dim_v % HEAD_DIM_STEP:
+        if k.shape[3] != head_dim:
+            raise SpecError(f"k has head dim {k.shape[3]}, q has {head_dim}: must be equal")
+        softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        q, k, v = (_padded(x) for x in (q, k, v))
+        result = flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+        return (result[0][..., :dim_v], *result[1:]) if return_attn_probs else result[..., :dim_v]
+
+    left, right = window_size
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        left, right = int(left), int(right)
+    if right == 0:  # the diagonal bounds, as causal says it
+        causal, right = True, -1
+    window = left >= 0 or (right >= 0 and not causal)
+    capped = not softcap <= 0  # NaN is not off: the kernel's checks refuse it
+    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    key = (
+        head_dim,
+        dim_v,
+        q.dtype,
+        bool(causal),
+        window,
+        capped,
+        alibi_slopes is not None,
+        dropout_p != 0,
+        backward,
+        backward and bool(deterministic),
+    )
+    attention = _ATTENTIONS.get(key) or _derive(key)
+    values: dict[str, Any] = {"softmax_scale": softmax_scale}
+    if window:
+        values["window"] = (left, right)
+    if capped:
+        values["softcap"] = softcap
+    if alibi_slopes is not None:
+        values["alibi_slopes"] = alibi_slopes
+    seed = None
+    if dropout_p != 0:
+        values["dropout_p"] = dropout_p
+        if return_attn_probs:
+            seed = values["seed"] = int(torch.randint(0, 2**63 - 1, (), device=q.device))
+    # Every row that a kernel reads is contiguous; strides of the other dimensions may be anything.
+    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    if not return_attn_probs:
+        return attention(q, k, v, **values)
+    o, lse = attention(q, k, v, return_lse=True, **values)
+    probabilities = q.new_empty(0)
+    if seed is not None:
+        probabilities = dropped_probabilities(q, k, causal=bool(causal), **values)
+    return o, lse, probabilities
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q (B, Sq, Hq, D) over kv (B, Sk, 2, Hk, D), keys and values of one tensor."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise SpecError(f"kv has the shape {tuple(kv.shape)}; expected (batch, seqlen, 2, heads, head_dim)")
+    k, v = kv.unbind(2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv (B, S, 3, H, D), queries, keys and values of one tensor."""
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise SpecError(f"qkv has the shape {tuple(qkv.shape)}; expected (batch, seqlen, 3, heads, head_dim)")
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: int, **values: Any) -> Tensor:
+    """What tests of dropout look at: (B, Hq, Sq, Sk) in q's dtype, the softmax of each row over the row's largest
+    entry, negative where dropout drops it. Computed in float64 from the definition, not by the kernel."""
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, heads_k = k.shape[1:3]
+    # With the identity for v, o is the softmax itself.
+    identity = torch.eye(seqlen_k, dtype=torch.float64, device=q.device)[None, :, None].expand(batch, -1, heads_k, -1)
+    with torch.no_grad():
+        p = reference.attention(q, k, identity, return_lse=False, **values).transpose(1, 2)
+        p = p / p.amax(3, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        keep = reference.dropout_mask(seed, 0, batch, heads, seqlen_q, seqlen_k, dropout_p, q.device)
+        return torch.where(keep, p, -p).to(q.dtype)
+
+
+def _derive(key: _Key) -> Attention:
+    """The Attention of a key that no call had before, memoised."""
+    head_dim, dim_v, dtype, causal, window, softcap, alibi, dropout, backward, deterministic = key
+    spec = AttentionSpec(
+        head_dim=head_dim,
+        head_dim_v=dim_v,
+        dtype=_SPEC_DTYPES[dtype],
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        dropout=dropout,
+        backward=backward,
+        deterministic=deterministic,
+    )
+    return _ATTENTIONS.setdefault(key, Attention(spec))
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """float32 tensors in autocast's type, where autocast is on; SpecError otherwise."""
+    q = tensors[0]
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        if q.dtype == torch.float32 and dtype in _SPEC_DTYPES:
+            return tuple(x.to(dtype) for x in tensors)
+    raise SpecError(
+        f"q has dtype {q.dtype}; q, k and v must be float16 or bfloat16: convert them, or use torch.autocast"
+    )
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x with zeros behind its head dim, up to a multiple of 8."""
+    missing = -x.shape[3] % HEAD_DIM_STEP
+    return pad(x, (0, missing)) if missing else x
