@@ -140,9 +140,12 @@ def _gradients(
             d_o, d_lse, q, k, v, o, stats, *ctx.scalars, mod_tensors, ctx.mod_numbers, state, needed
         )
         gradients = [gradient if need else None for gradient, need in zip(made, needed, strict=True)]
-    # PyTorch takes a list of tensors apart, and wants a list of gradients for it; one with a None stays whole.
-    whole = any(tensor is None for tensor in mod_tensors)
-    return (*gradients, *(None,) * 5, None if whole else [None] * len(mod_tensors), None, None)
+    return (*gradients, *(None,) * 5, _none_for(mod_tensors), _none_for(ctx.mod_numbers), None)
+
+
+def _none_for(argument: Sequence[Any]) -> list[None] | None:
+    """No gradient, as PyTorch wants it: it takes lists of tensors apart, empty lists too, and leaves others whole."""
+    return [None] * len(argument) if all(isinstance(entry, torch.Tensor) for entry in argument) else None
 
 
 def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> Any:
