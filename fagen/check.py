@@ -1,7 +1,7 @@
 """Is a kernel right? One call of it beside the float64 reference, judged by the budgets of SEMANTICS.md.
 
 `Case` names one call (a spec, shapes, values, memory layout) and makes its inputs; tests/cases.py is a table of them.
-`compare_o` and `compare_lse` judge outputs, `check` does the whole: build, run, compare, time.
+`compare_o`, `compare_lse` and `compare_gradients` judge results, `check` does the whole: build, run, compare, time.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,18 +22,33 @@ from fagen.errors import LaunchError, SpecError
 from fagen.mods import CallContext
 from fagen.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from fagen.ops import Attention
+
 Layout = Literal["contiguous", "transposed", "sliced", "expanded"]
+FlashErrors = dict[str, float]  # of PyTorch's flash kernel, by the name of the gradient; empty where it cannot say
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# SEMANTICS.md, Accuracy: ||x - ref|| / ||ref|| of o on unit-normal inputs, and what lse may be off by.
+# SEMANTICS.md, Accuracy: ||x - ref|| / ||ref|| of o and of gradients on unit-normal inputs, and what lse may be off by.
 OUTPUT_BUDGET = {"bf16": 2.5e-3, "fp16": 4e-4}
+GRADIENT_BUDGET = {"bf16": 1e-2, "fp16": 1.5e-3}
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-4, 1e-6
 FLASH_FACTOR = 1.2
 
 # One element may be off by this many budgets of its own size plus its row's root mean square. Rounding errors of P and
 # o are normal with less than half a budget of that, so a correct kernel stays below; a lost or doubled key does not.
 ELEMENT_FACTOR = 10.0
+
+# The same for gradients, whose budget is wider; and beside its own row, an element may be off by two budgets of the
+# largest root mean square of a row: where one key has nearly all the weight, dS = P (dP - delta) is a small difference,
+# with the rounding errors of what it is a difference of.
+GRADIENT_ELEMENT_FACTOR = 2.0
+CANCELLATION_FACTOR = 2.0
+
+# Root mean square below which a gradient of unit-normal inputs is taken as this large: with one key a row, dP and delta
+# are equal, and what is left of them in float32 is no error to speak of.
+VANISHING = 1e-3
 
 # What may underflow besides: P, rounded to 2^-25 in fp16 and flushed below 2^-126 in bf16, over a few keys and rescaled
 # after dropout. It shows where dropout keeps only keys of hardly any weight.
@@ -71,6 +87,7 @@ class Case:
     dropout_p: float | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     layout: Layout = "contiguous"
+    lse_gradient: bool = False  # the loss depends on lse too
     large: bool = False
     seed: int = 0
 
@@ -87,6 +104,8 @@ class Case:
         parts += [f"{name}{value:g}" if isinstance(value, int | float) else name for name, value in self.values.items()]
         if self.layout != "contiguous":
             parts.append(self.layout)
+        if self.lse_gradient:
+            parts.append("dlse")
         if self.seed:
             parts.append(f"seed{self.seed}")
         return "-".join(parts)
@@ -122,10 +141,25 @@ class Case:
             call[name] = value.to(device) if isinstance(value, Tensor) else value
         return Inputs(q, k, v, call)
 
+    def upstream(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
+        """Unit-normal gradients of o (B, Sq, Hq, Dv), in the spec's dtype, and of lse (B, Hq, Sq), float32, or None; in
+        the memory layout of the case."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        d_o = torch.randn(self.batch, self.seqlen_q, self.heads, self.spec.dim_v, generator=generator)
+        d_o = lay_out(d_o.to(device, DTYPES[self.spec.dtype]), self.layout)
+        if not self.lse_gradient:
+            return d_o, None
+        d_lse = torch.randn(self.batch, self.heads, self.seqlen_q, 1, generator=generator).to(device)
+        return d_o, lay_out(d_lse, self.layout).squeeze(3)
+
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq) in float64."""
         o, lse = reference.attention(inputs.q, inputs.k, inputs.v, causal=self.spec.causal, **inputs.call)
         return o, lse
+
+    def reference_gradients(self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv in float64."""
+        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, causal=self.spec.causal, **inputs.call)
 
 
 def alibi_slopes_per_batch(case: Case, generator: torch.Generator) -> Tensor:
@@ -154,7 +188,7 @@ def lay_out(x: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True)
 class Worst:
-    """The element that is furthest off for what it may be; `dim` is None for lse."""
+    """The element that is furthest off for what it may be; `dim` is None for lse. A row of dk or dv is a key's."""
 
     batch: int
     head: int
@@ -166,8 +200,9 @@ class Worst:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output beside its reference. `error` and `budget`: relative norm for o, largest absolute error for lse (whose
-    budget grows with the magnitude, see `compare_lse`); `elementwise` is the worst element's error over its own bound.
+    """One result beside its reference. `error` and `budget`: relative norm for o and gradients, largest absolute error
+    for lse (whose budget grows with the magnitude, see `compare_lse`); `elementwise` is the worst element's error over
+    its own bound.
     """
 
     error: float
@@ -210,29 +245,125 @@ def compare_lse(lse: Tensor, expected: Tensor) -> Comparison:
     return Comparison(float(difference[b, h, i]), float(bound[b, h, i]), elementwise, worst, elementwise <= 1)
 
 
+def compare_gradient(x: Tensor, expected: Tensor, budget: float, seen: Tensor) -> Comparison:
+    """dq, dk or dv (B, S, H, D) against its reference: ||x - ref|| / ||ref|| within `budget`, and every element within
+    GRADIENT_ELEMENT_FACTOR budgets of its own magnitude plus the root mean square of its row, and CANCELLATION_FACTOR
+    of that of the largest row. `seen` (S,) says which rows take part in the call: the others must be exactly zero. NaN
+    never passes."""
+    value = _same_shape("a gradient", x, expected)
+    expected = expected.double()
+    if not value.numel():
+        return Comparison(0.0, budget, 0.0, None, True)
+    difference = (value - expected).abs()
+    norm = max(float(torch.linalg.vector_norm(expected)), VANISHING * math.sqrt(expected.numel()))
+    error = float(torch.linalg.vector_norm(difference)) / norm
+    rms = expected.square().mean(dim=3, keepdim=True).sqrt()
+    largest = float(rms.max().clamp(min=VANISHING))
+    bound = budget * (GRADIENT_ELEMENT_FACTOR * (expected.abs() + rms) + CANCELLATION_FACTOR * largest)
+    bound = bound.masked_fill(~seen.to(bound.device)[None, :, None, None], 0.0)
+    elementwise, (b, i, h, d) = _worst(difference, bound)
+    worst = Worst(b, h, i, d, float(value[b, i, h, d]), float(expected[b, i, h, d]))
+    return Comparison(error, budget, elementwise, worst, error <= budget and elementwise <= 1)
+
+
+def compare_gradients(
+    case: Case,
+    inputs: Inputs,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    expected: tuple[Tensor, Tensor, Tensor],
+    flash: FlashErrors,
+) -> dict[str, Comparison]:
+    """`compare_gradient` of dq, dk and dv: the budget is the dtype's, or what PyTorch's flash kernel loses, if more."""
+    window = inputs.call.get("window", (-1, -1))
+    rows, keys = reference.seen(case.seqlen_q, case.seqlen_k, causal=case.spec.causal, window=window)
+    results = {}
+    for name, x, ref, seen in zip(("dq", "dk", "dv"), gradients, expected, (rows, keys, keys), strict=True):
+        budget = max(GRADIENT_BUDGET[case.spec.dtype], FLASH_FACTOR * flash.get(name, 0.0))
+        results[name] = compare_gradient(x, ref, budget, seen)
+    return results
+
+
+def differentiate(
+    attention: Attention, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """o, lse and (dq, dk, dv) of one call, through autograd. All memory that the call takes holds NaN before."""
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with poisoned_memory():
+        o, lse = attention(*leaves, return_lse=True, **inputs.call)
+        if d_lse is None:
+            dq, dk, dv = torch.autograd.grad(o, leaves, d_o)
+        else:
+            dq, dk, dv = torch.autograd.grad((o, lse), leaves, (d_o, d_lse))
+    return o.detach(), lse.detach(), (dq, dk, dv)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that PyTorch hands out uninitialised holds NaN, in backward passes too."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def flash_error(case: Case, inputs: Inputs, expected: Tensor) -> float | None:
-    """||x - ref|| / ||ref|| of PyTorch's own flash kernel on these inputs; None without a GPU or where SDPA's flash
-    backend cannot express the call: it has no modifications, windows or such dropout, one head dim, and aligns causal
-    masks to the top left."""
+    """||x - ref|| / ||ref|| of o of PyTorch's own flash kernel on these inputs; None where it cannot say."""
+    call = _flash_call(case, inputs)
+    if call is None or not expected.numel():
+        return None
+    return _relative_error(call.o, expected)
+
+
+def flash_gradient_errors(
+    case: Case, inputs: Inputs, d_o: Tensor, expected: tuple[Tensor, Tensor, Tensor]
+) -> FlashErrors:
+    """||x - ref|| / ||ref|| of dq, dk and dv of PyTorch's own flash kernel; empty where it cannot say. Its gradients of
+    the query heads that share a head are summed in float64: what that loses in 16 bits is not its kernel's doing."""
+    call = None if case.lse_gradient else _flash_call(case, inputs, grad=True)
+    if call is None or not all(x.numel() for x in expected):
+        return {}
+    dq, dk, dv = torch.autograd.grad(call.o, (call.q, call.k, call.v), d_o)
+    shape = (case.batch, case.heads_k, case.heads // case.heads_k, case.seqlen_k, case.spec.head_dim)
+    dk, dv = (x.double().view(shape).sum(2) for x in (dk, dv))
+    values = {"dq": dq.transpose(1, 2), "dk": dk.transpose(1, 2), "dv": dv.transpose(1, 2)}
+    return {name: _relative_error(x, ref) for (name, x), ref in zip(values.items(), expected, strict=True)}
+
+
+@dataclass(frozen=True)
+class _FlashCall:
+    """One call of PyTorch's flash kernel: o (B, Sq, Hq, D); q, k, v (B, Hq, S, D), a head of k and v per query head."""
+
+    o: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _flash_call(case: Case, inputs: Inputs, grad: bool = False) -> _FlashCall | None:
+    """None without a GPU or where SDPA's flash backend cannot express the call: it has no modifications, windows or
+    such dropout, one head dim, and aligns causal masks to the top left."""
     spec = case.spec
     expressible = not (spec.mods or spec.window or spec.dropout) and spec.dim_v == spec.head_dim
     if spec.causal and case.seqlen_q != case.seqlen_k:
         expressible = False
     if max(case.batch, case.heads) > 65535:  # its launch puts each in a grid dimension of its own
         expressible = False
-    if not expressible or inputs.q.device.type != "cuda" or not expected.numel() or not case.seqlen_k:
+    if not expressible or inputs.q.device.type != "cuda" or not case.seqlen_k:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     group = case.heads // case.heads_k
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    q, k, v = (
+        x.detach().requires_grad_(grad) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    )
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         o = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=spec.causal, scale=inputs.call.get("softmax_scale")
         )
-    difference = float(torch.linalg.vector_norm(o.transpose(1, 2).double() - expected))
-    return _ratio(difference, float(torch.linalg.vector_norm(expected)))
+    return _FlashCall(o.transpose(1, 2), q, k, v)
 
 
 @dataclass(frozen=True)
@@ -248,7 +379,9 @@ class CheckResult:
     seed: int
     o: Comparison
     lse: Comparison
-    flash_error: float | None  # what PyTorch's flash kernel loses on these inputs; None where it cannot say
+    gradients: dict[str, Comparison]  # dq, dk and dv; empty for a spec without backward
+    flash_error: float | None  # what PyTorch's flash kernel loses of o on these inputs; None where it cannot say
+    flash_gradient_errors: FlashErrors
     first_values: list[float]  # of o, from the first element on
     first_reference: list[float]
     seconds: float  # one call: the median of several on a GPU, without the build
@@ -273,9 +406,10 @@ def check(
     seqlen_k: int | None = None,
     seed: int = 0,
 ) -> CheckResult:
-    """Builds the kernel of `spec`, runs it on the GPU if there is one, else emulated, and compares with float64.
+    """Builds the kernels of `spec`, runs them on the GPU if there is one, else emulated, and compares with float64.
 
-    The outputs are filled with NaN before the launch. Sizes that are not given: 2 batch entries, twice as many query
+    With spec.backward the gradients too, of a loss that depends on o and, in a second call, on lse as well. Results are
+    filled with NaN before the launch. Sizes that are not given: 2 batch entries, twice as many query
     heads as key heads, and lengths that are no multiple of a tile, larger on a GPU than emulated.
 
     Raises SpecError for sizes that cannot be, and what `fagen.load` raises.
@@ -299,6 +433,7 @@ def check(
     flash = flash_error(case, inputs, expected_o)
     budget = max(OUTPUT_BUDGET[spec.dtype], FLASH_FACTOR * (flash or 0.0))
     result_o, result_lse = compare_o(o, expected_o, budget), compare_lse(lse, expected_lse)
+    gradients, flash_gradients = _check_gradients(case, attention, inputs) if spec.backward else ({}, {})
     kernel = attention.kernel(device)
     return CheckResult(
         spec=spec,
@@ -310,13 +445,36 @@ def check(
         seed=seed,
         o=result_o,
         lse=result_lse,
+        gradients=gradients,
         flash_error=flash,
+        flash_gradient_errors=flash_gradients,
         first_values=o.flatten()[:FIRST_VALUES].tolist(),
         first_reference=expected_o.flatten()[:FIRST_VALUES].tolist(),
         seconds=seconds,
         smem_bytes=kernel.smem_bytes,
-        passed=result_o.passed and result_lse.passed,
+        passed=all(result.passed for result in (result_o, result_lse, *gradients.values())),
     )
+
+
+def _check_gradients(case: Case, attention: Attention, inputs: Inputs) -> tuple[dict[str, Comparison], FlashErrors]:
+    """What of dq, dk and dv is worse: of a loss of o alone, or of one of o and lse."""
+    results: dict[str, Comparison] = {}
+    flash: FlashErrors = {}
+    for loss in (case, replace(case, lse_gradient=True)):
+        d_o, d_lse = loss.upstream(inputs.q.device)
+        expected = loss.reference_gradients(inputs, d_o, d_lse)
+        flash = flash or flash_gradient_errors(loss, inputs, d_o, expected)
+        _, _, gradients = differentiate(attention, inputs, d_o, d_lse)
+        compared = compare_gradients(loss, inputs, gradients, expected, flash)
+        for name, result in compared.items():
+            if name not in results or _badness(result) > _badness(results[name]):
+                results[name] = result
+    return results, flash
+
+
+def _badness(result: Comparison) -> float:
+    ratio = max(result.error / result.budget, result.elementwise)
+    return math.inf if math.isnan(result.error) else ratio
 
 
 def _default_case(
@@ -383,6 +541,11 @@ def _ratio(error: float, size: float) -> float:
     if size:
         return error / size
     return 0.0 if error == 0 else math.inf if error > 0 else math.nan
+
+
+def _relative_error(x: Tensor, expected: Tensor) -> float:
+    difference = float(torch.linalg.vector_norm(x.detach().double() - expected))
+    return _ratio(difference, float(torch.linalg.vector_norm(expected)))
 
 
 def _worst(difference: Tensor, bound: Tensor) -> tuple[float, tuple[int, ...]]:

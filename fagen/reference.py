@@ -2,8 +2,7 @@
 
 Everything is computed in float64 on the device of the inputs, in the order of operations that the definition gives, and
 is differentiable. The score modifications are those of ``fagen.mods``, applied in its order, so that a new modification
-needs no change here. Memory is bounded by working through blocks of query rows (without autograd; with it, the
-graph keeps every block).
+needs no change here. Memory is bounded by working through blocks of query rows, each of which autograd computes again.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fagen.errors import SpecError
 from fagen.mods import MODS, ScoreContext
 
-__all__ = ["attention", "dropout_mask", "keep_threshold", "philox"]
+__all__ = ["attention", "dropout_mask", "gradients", "keep_threshold", "philox", "seen"]
 
 # Scores held at once: 32 MB a float64 tensor, and about six of them are alive at the widest point.
 BLOCK_SCORES = 1 << 22
@@ -102,13 +102,46 @@ def attention(
         return _per_group(p, v[:, :, span], group), lse
 
     length = max(1, BLOCK_SCORES // max(1, batch * heads * seqlen_k))
-    starts = range(
-        0, max(1, seqlen_q), length
-    )  # at least one block, so that empty inputs get their shapes the same way
-    blocks = [block(range(start, min(start + length, seqlen_q))) for start in starts]
+    # At least one block, so that empty inputs get their shapes the same way.
+    starts = range(0, max(1, seqlen_q), length)
+    spans = [range(start, min(start + length, seqlen_q)) for start in starts]
+    if len(spans) > 1 and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        blocks = [checkpoint(block, span, use_reentrant=False, preserve_rng_state=False) for span in spans]
+    else:
+        blocks = [block(span) for span in spans]
     o = torch.cat([o for o, _ in blocks], 2).transpose(1, 2)
     lse = torch.cat([lse for _, lse in blocks], 2)
     return (o, lse) if return_lse else o
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, d_lse: Tensor | None = None, **call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv in float64, shaped as q, k and v: what autograd makes of ``d_o`` (B, Sq, Hq, Dv) and ``d_lse``
+    (B, Hq, Sq), the gradients of ``attention(q, k, v, **call)``. None stands for zeros."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        o, lse = attention(*leaves, **call)
+    outputs, upstream = [o], [d_o.double()]
+    if d_lse is not None:
+        outputs, upstream = [o, lse], [d_o.double(), d_lse.double()]
+    dq, dk, dv = torch.autograd.grad(outputs, leaves, upstream)
+    return dq, dk, dv
+
+
+def seen(
+    seqlen_q: int, seqlen_k: int, *, causal: bool = False, window: tuple[int, int] = (-1, -1)
+) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, bool (Sq,), and which keys a query sees, bool (Sk,). The gradients of others are 0."""
+    left, right = (seqlen_q + seqlen_k if side < 0 else side for side in window)
+    if causal:
+        right = 0
+    off = seqlen_k - seqlen_q
+    # Query positions run from off to Sk - 1, key positions from 0 to Sk - 1.
+    row, key = torch.arange(off, seqlen_k), torch.arange(seqlen_k)
+    rows = (row + right >= 0) & (row - left < seqlen_k) & (seqlen_k > 0)
+    keys = (key + left >= off) & (key - right < seqlen_k) & (seqlen_q > 0)
+    return rows, keys
 
 
 def keep_threshold(p: float) -> int:

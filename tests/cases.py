@@ -1,7 +1,7 @@
-"""The one table of kernels, shapes and features: what the tests run, emulated and on a GPU.
+"""The tables of kernels, shapes and features that the tests run, emulated and on a GPU: CASES, and GRADIENTS both ways.
 
 Rows are grouped by spec, since a spec is one compile. Rows marked `large` run on a GPU only. A new score modification
-adds a row here.
+adds a row to each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from fagen.spec import AttentionSpec
 def _rows(head_dim: int, *calls: dict[str, Any], dtype: str = "bf16", dv: int | None = None, **on: bool) -> list[Case]:
     spec = AttentionSpec(head_dim=head_dim, head_dim_v=dv, dtype=dtype, **on)
     return [Case(spec=spec, **call) for call in calls]
+
+
+def _gradients(head_dim: int, *calls: dict[str, Any], **on: Any) -> list[Case]:
+    return _rows(head_dim, *calls, backward=True, **on)
 
 
 def _at(seqlen_q: int, seqlen_k: int, **more: Any) -> dict[str, Any]:
@@ -214,6 +218,209 @@ CASES: list[Case] = [
     *ALIBI,
     *DROPOUT,
     *PAIRS,
+]
+
+# Both ways. Lengths at the edges of the backward's tiles of queries and keys, and of fragments.
+GRADIENT_EDGES = [
+    *(_at(q, k) for q, k in [(0, 5), (1, 1), (2, 15), (16, 16), (17, 64), (63, 65), (65, 17), (127, 3)]),
+    _at(15, 2, **_heads(32, 16)),
+    _at(1, 129, **_heads(32, 16)),
+    _at(129, 127),
+    _at(5, 0),
+    _at(65, 129, lse_gradient=True),
+]
+LARGE_GRADIENTS = [_large(1024, 1024), _large(1, 4096), _large(2049, 517, lse_gradient=True), _large(777, 3001)]
+
+GRADIENT_HEAD_DIMS = [
+    *_gradients(8, _at(33, 65), _at(1, 16)),
+    *_gradients(24, _at(65, 33), dtype="fp16"),
+    *_gradients(40, _at(17, 129), _at(70, 64, layout="sliced"), dtype="fp16"),
+    *_gradients(64, *GRADIENT_EDGES, *LARGE_GRADIENTS),
+    *_gradients(64, _at(200, 200, batch=2, **_heads(4, 4)), *LARGE_GRADIENTS, dtype="fp16"),
+    *_gradients(72, _at(33, 70, layout="sliced"), _at(130, 65)),
+    *_gradients(96, _at(40, 100), _large(515, 515)),
+    *_gradients(128, _at(130, 63), _at(64, 64), _at(1, 200, **_heads(16, 1)), *LARGE_GRADIENTS),
+    *_gradients(136, _at(33, 70), dtype="fp16"),
+    *_gradients(192, _at(65, 64), _large(515, 1000), dtype="fp16"),
+    *_gradients(200, _at(20, 40)),
+    *_gradients(256, _at(64, 65), _at(130, 66, **_heads(4, 2)), *LARGE_GRADIENTS),
+    *_gradients(256, _at(33, 17), _large(515, 515), dtype="fp16"),
+]
+
+GRADIENT_HEAD_DIMS_V = [
+    *_gradients(64, _at(65, 64), _large(515, 515), dv=128),
+    *_gradients(128, _at(17, 65, lse_gradient=True), dv=64, dtype="fp16"),
+    *_gradients(192, _at(64, 40), _large(1024, 1024), dv=128, causal=True),
+    *_gradients(8, _at(33, 33), dv=256, dtype="fp16"),
+    *_gradients(256, _at(65, 70), dv=8),
+]
+
+GRADIENT_HEADS = _gradients(
+    32,
+    _at(33, 40, batch=2, **_heads(4, 4)),
+    _at(33, 40, batch=2, **_heads(6, 3)),
+    _at(33, 40, batch=3, **_heads(4, 1)),
+    _at(20, 20, **_heads(1, 1)),
+    _at(20, 20, batch=0),
+    _at(64, 64, softmax_scale=0.5),
+    _at(64, 64, softmax_scale=0.01),
+    _large(515, 600, batch=3, **_heads(48, 6)),
+)
+
+GRADIENT_CAUSAL = [
+    *_gradients(
+        64,
+        *GRADIENT_EDGES,
+        _at(200, 200, lse_gradient=True),
+        *(_at(65, 40, batch=2, layout=name, lse_gradient=True) for name in ("transposed", "sliced", "expanded")),
+        *(_large(600, 700, layout=name) for name in ("transposed", "sliced", "expanded")),
+        *LARGE_GRADIENTS,
+        causal=True,
+    ),
+    *_gradients(128, _at(65, 65), _at(16, 80), _at(80, 16), _at(140, 64), *LARGE_GRADIENTS, causal=True, dtype="fp16"),
+    *_gradients(256, _at(40, 70), _at(100, 100, **_heads(4, 2)), *LARGE_GRADIENTS, causal=True),
+]
+
+GRADIENT_WINDOW = [
+    *_gradients(
+        64,
+        *(_at(65, 90, window=window) for window in WINDOWS),
+        *(_at(90, 33, window=window) for window in [(0, 0), (5, -1), (-1, 5)]),
+        _at(200, 200, window=(40, 10), lse_gradient=True),
+        *(_large(1500, 1500, window=window) for window in [(128, 0), (-1, 100), (300, -1), (255, 255)]),
+        *(_large(300, 2500, window=window) for window in [(200, 100), (1, 1)]),
+        window=True,
+    ),
+    *_gradients(
+        128,
+        *(_at(65, 90, window=window) for window in [(3, 0), (3, 9), (-1, 4), (70, -1)]),
+        _at(90, 33, window=(20, 3)),
+        _at(150, 150, window=(64, 0)),
+        *(_large(1500, 1500, window=window) for window in [(128, 0), (300, 5)]),
+        dtype="fp16",
+        window=True,
+        causal=True,
+    ),
+]
+
+GRADIENT_SOFTCAP = [
+    *_gradients(
+        64,
+        _at(64, 64),
+        _at(33, 65, values={"softcap": 50.0}),
+        _at(17, 17, values={"softcap": 0.5}),
+        _at(65, 70, values={"softcap": 15}, lse_gradient=True),
+        *LARGE_GRADIENTS,
+        softcap=True,
+    ),
+    *_gradients(
+        128,
+        _at(65, 65),
+        _at(70, 20, values={"softcap": 30.0}),
+        *LARGE_GRADIENTS,
+        softcap=True,
+        causal=True,
+        dtype="fp16",
+    ),
+    *_gradients(256, _at(65, 70, values={"softcap": 50.0}), *LARGE_GRADIENTS, softcap=True, causal=True),
+]
+
+GRADIENT_ALIBI = [
+    *_gradients(64, _at(64, 64, **_heads(8, 2)), _at(33, 70, batch=2, **PER_BATCH), _at(70, 33), alibi=True),
+    *_gradients(
+        128,
+        _at(65, 65),
+        _at(20, 40, batch=2, **_heads(4, 4), **PER_BATCH),
+        _large(1024, 1024, **PER_BATCH),
+        alibi=True,
+        causal=True,
+        dtype="fp16",
+    ),
+]
+
+GRADIENT_DROPOUT = [
+    *_gradients(
+        64,
+        _at(64, 64),
+        _at(33, 70, batch=2, **_heads(4, 2), dropout_p=0.5, seed=2**40 + 3),
+        _at(33, 35, dropout_p=0.0, lse_gradient=True),
+        _at(65, 70, dropout_p=0.8, seed=7),
+        *(_large(1024, 1024, dropout_p=p, seed=2**63 + 1) for p in (0.1, 0.7)),
+        dropout=True,
+    ),
+    *_gradients(128, _at(65, 65), _large(515, 777), dropout=True, causal=True, dtype="fp16"),
+    *_gradients(256, _at(40, 70), dropout=True),
+]
+
+GRADIENT_PAIRS = [
+    *_gradients(32, _at(65, 70), window=True, softcap=True),
+    *_gradients(32, _at(70, 65, **_heads(4, 2)), window=True, dropout=True, dtype="fp16"),
+    *_gradients(32, _at(70, 40), softcap=True, dropout=True),
+    *_gradients(32, _at(40, 70, batch=2, **PER_BATCH), softcap=True, alibi=True, dtype="fp16"),
+    *_gradients(
+        64,
+        _at(65, 70, batch=2, **_heads(4, 2), window=(30, 2), lse_gradient=True, **PER_BATCH),
+        _at(90, 33, window=(10, 10), layout="sliced"),
+        _at(7, 0),
+        _large(1000, 1300, window=(400, 0)),
+        causal=True,
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+    *_gradients(
+        136,
+        _at(33, 40, window=(20, 7)),
+        _large(600, 600, window=(300, 50)),
+        dv=72,
+        dtype="fp16",
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+]
+
+# dQ by a kernel of its own.
+DETERMINISTIC = [
+    *_gradients(
+        64,
+        *GRADIENT_EDGES,
+        _at(200, 200, **_heads(4, 2)),
+        _at(90, 33),
+        *LARGE_GRADIENTS,
+        causal=True,
+        deterministic=True,
+    ),
+    *_gradients(72, _at(130, 65, layout="sliced"), _large(515, 515), dtype="fp16", deterministic=True),
+    *_gradients(128, _at(70, 130, batch=2), *LARGE_GRADIENTS, causal=True, deterministic=True),
+    *_gradients(256, _at(65, 70, **_heads(4, 2)), *LARGE_GRADIENTS, causal=True, deterministic=True),
+    *_gradients(64, _at(65, 40, lse_gradient=True), dv=128, deterministic=True),
+    *_gradients(
+        40,
+        _at(77, 90, batch=2, **_heads(4, 2), window=(20, 9), lse_gradient=True),
+        _at(90, 33, window=(10, 10)),
+        dv=72,
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+        deterministic=True,
+    ),
+]
+
+GRADIENTS: list[Case] = [
+    *GRADIENT_HEAD_DIMS,
+    *GRADIENT_HEAD_DIMS_V,
+    *GRADIENT_HEADS,
+    *GRADIENT_CAUSAL,
+    *GRADIENT_WINDOW,
+    *GRADIENT_SOFTCAP,
+    *GRADIENT_ALIBI,
+    *GRADIENT_DROPOUT,
+    *GRADIENT_PAIRS,
+    *DETERMINISTIC,
 ]
 
 

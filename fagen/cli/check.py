@@ -42,7 +42,8 @@ def check(
 
     Exit code 1 where one is past its budget or stops with a fault.
     """
-    kernels = plans(specs, arch)
+    # Kernels that several specs share are built once. A check is of all that a spec needs; the forward stands for it.
+    kernels = list(dict.fromkeys(plans(specs, arch)))
     import torch  # not before the flags are known to be right
 
     from fagen import check as checker
@@ -51,8 +52,9 @@ def check(
     with output.progress("compiling", len(kernels)) as step:
         builder.build(kernels, emulate=emulated, on_done=lambda artifact: step(artifact.slug))
     sizes = {"batch": batch, "heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    checks = [kernel for kernel in kernels if kernel.kind == "fwd"]
     documents, passed = [], 0
-    for kernel in kernels:
+    for kernel in checks:
         try:
             result = checker.check(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
         except LaunchError as error:
@@ -65,10 +67,10 @@ def check(
         if not as_json:
             _print(result)
     if as_json:
-        output.emit({"passed": passed == len(kernels), "checks": documents})
-    elif len(kernels) > 1:
-        output.note(f"{passed} of {len(kernels)} kernels are right")
-    if passed < len(kernels):
+        output.emit({"passed": passed == len(checks), "checks": documents})
+    elif len(checks) > 1:
+        output.note(f"{passed} of {len(checks)} kernels are right")
+    if passed < len(checks):
         raise typer.Exit(1)
 
 
@@ -84,8 +86,12 @@ def _print(result: CheckResult) -> None:
     rows.add_row("", "kernel     " + "  ".join(f"{value:+.5f}" for value in result.first_values))
     _add(rows, "o", result.o)
     if result.flash_error is not None:
-        rows.add_row("", f"PyTorch's flash kernel: {result.flash_error:.2e}")
+        _add_flash(rows, result.flash_error)
     _add(rows, "lse", result.lse)
+    for name, comparison in result.gradients.items():
+        _add(rows, name, comparison)
+        if name in result.flash_gradient_errors:
+            _add_flash(rows, result.flash_gradient_errors[name])
     rows.add_row("time", output.duration(result.seconds))
     rows.add_row("shared", f"{output.size(result.smem_bytes)} a block")
     rows.add_row("result", "[green]right[/]" if result.passed else "[bold red]past the budget[/]")
@@ -95,16 +101,21 @@ def _print(result: CheckResult) -> None:
 
 
 def _add(rows: Any, name: str, comparison: Comparison) -> None:
-    kind = "relative, of the whole" if name == "o" else "largest, absolute"
+    kind = "largest, absolute" if name == "lse" else "relative, of the whole"
     rows.add_row(
         f"error of {name}", f"{comparison.error:.2e} of {comparison.budget:.2e} ({kind}){_verdict(comparison.passed)}"
     )
     worst = comparison.worst
     if worst is not None:
-        place = f"batch {worst.batch}, head {worst.head}, row {worst.row}"
+        row = "key" if name in ("dk", "dv") else "row"
+        place = f"batch {worst.batch}, head {worst.head}, {row} {worst.row}"
         place += "" if worst.dim is None else f", dim {worst.dim}"
         rows.add_row("  worst", f"{place}: kernel {worst.value:+.6g}, reference {worst.reference:+.6g}")
         rows.add_row("", f"{comparison.elementwise:.2f} of what one element may be off by")
+
+
+def _add_flash(rows: Any, error: float) -> None:
+    rows.add_row("", f"PyTorch's flash kernel: {error:.2e}")
 
 
 def _print_fault(kernel: KernelPlan, message: str) -> None:

@@ -1,0 +1,308 @@
+"""The table of gradients against float64 autograd of the reference: emulated, and on a GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import DETERMINISTIC, GRADIENTS, specs
+from filelock import FileLock
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fagen
+from fagen import reference
+from fagen.build import build
+from fagen.check import (
+    FLASH_FACTOR,
+    OUTPUT_BUDGET,
+    Case,
+    compare_gradients,
+    compare_lse,
+    compare_o,
+    differentiate,
+    flash_error,
+    flash_gradient_errors,
+)
+from fagen.mods import MODS, CallContext, Mod, ScoreContext
+from fagen.plan import plan
+from fagen.spec import AttentionSpec
+from fagen.target import default_archs
+
+SMALL = [case for case in GRADIENTS if not case.large]
+
+# One case for each way that threads and blocks depend on each other: stages, the sum of dQ, masks, padded dims.
+ORDERS = [
+    "hdim64_bf16_backward-b1h2k1-q129k127",
+    "hdim72_bf16_backward-b1h2k1-q130k65",
+    "hdim128_fp16_causal_backward-b1h2k1-q140k64",
+    "hdim256_bf16_causal_backward-b1h4k2-q100k100",
+    "hdim136_hdimv72_fp16_window_softcap_alibi_dropout_backward-b1h2k1-q33k40-w20,7",
+    "hdim64_bf16_causal_window_softcap_alibi_dropout_backward-b2h4k2-q65k70-w30,2-alibi_slopes-dlse",
+]
+
+Results = tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]
+
+
+@pytest.fixture(scope="session")
+def emulated_kernels() -> None:
+    """All kernels of the table, compiled in one go; the workers of xdist wait for the first."""
+    with FileLock(Path(os.environ["FAGEN_CACHE_DIR"]) / "gradients.lock"):
+        (arch, *_), _ = default_archs()
+        kernels = dict.fromkeys(kernel for spec in specs(SMALL) for kernel in plan(spec, arch))
+        build(list(kernels), emulate=True)
+
+
+def by_id(id_: str) -> Case:
+    return next(case for case in GRADIENTS if case.id == id_)
+
+
+def call(case: Case, device: str) -> Results:
+    attention = fagen.load(case.spec, emulate=device == "cpu")
+    return differentiate(attention, case.inputs(device), *case.upstream(device))
+
+
+def judge(case: Case, device: str) -> None:
+    """o, lse, dq, dk and dv within their budgets of the reference, or of PyTorch's flash kernel's on a GPU if more."""
+    inputs, (d_o, d_lse) = case.inputs(device), case.upstream(device)
+    o, lse, gradients = call(case, device)
+    for x, like in zip(gradients, (inputs.q, inputs.k, inputs.v), strict=True):
+        assert x.shape == like.shape and x.dtype == like.dtype
+    expected_o, expected_lse = case.reference(inputs)
+    expected = case.reference_gradients(inputs, d_o, d_lse)
+    budget = max(OUTPUT_BUDGET[case.spec.dtype], FLASH_FACTOR * (flash_error(case, inputs, expected_o) or 0.0))
+    flash = flash_gradient_errors(case, inputs, d_o, expected)
+    results = {"o": compare_o(o, expected_o, budget), "lse": compare_lse(lse, expected_lse)}
+    results |= compare_gradients(case, inputs, gradients, expected, flash)
+    for name, result in results.items():
+        assert result.passed, f"{name}: {result}"
+
+
+def same_bits(results: Results, expected: Results) -> bool:
+    return all(
+        torch.equal(a, b) for a, b in zip((*results[:2], *results[2]), (*expected[:2], *expected[2]), strict=True)
+    )
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_emulated(case: Case) -> None:
+    judge(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
+def test_gpu(case: Case) -> None:
+    judge(case, "cuda")
+
+
+# ---------------------------------------------------------------- order
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("id_", ORDERS)
+def test_the_order_of_threads_changes_nothing(id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between barriers threads may run in any order: several seeds of the emulator's order give the same bits, but for
+    the last one of dq, a sum of float32 in any order."""
+    case = by_id(id_)
+    eps = torch.finfo(case.inputs().q.dtype).eps
+    monkeypatch.delenv("FAGEN_EMULATE_SEED", raising=False)
+    o, lse, (dq, dk, dv) = call(case, "cpu")
+    for seed in ("1", "2", "20261130"):
+        monkeypatch.setenv("FAGEN_EMULATE_SEED", seed)
+        other_o, other_lse, (other_dq, other_dk, other_dv) = call(case, "cpu")
+        assert torch.equal(other_o, o) and torch.equal(other_lse, lse)
+        assert torch.equal(other_dk, dk) and torch.equal(other_dv, dv)
+        torch.testing.assert_close(other_dq, dq, rtol=2 * eps, atol=1e-6)
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("spec", list(specs(DETERMINISTIC)), ids=lambda spec: spec.slug)
+def test_deterministic_gradients_emulated(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise equal from run to run, in any order of the threads."""
+    case = max(
+        (case for case in DETERMINISTIC if case.spec == spec and not case.large), key=lambda c: c.seqlen_q * c.seqlen_k
+    )
+    monkeypatch.delenv("FAGEN_EMULATE_SEED", raising=False)
+    first = call(case, "cpu")
+    assert same_bits(call(case, "cpu"), first)
+    for seed in ("1", "2", "20261130"):
+        monkeypatch.setenv("FAGEN_EMULATE_SEED", seed)
+        assert same_bits(call(case, "cpu"), first)
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("spec", list(specs(DETERMINISTIC)), ids=lambda spec: spec.slug)
+def test_deterministic_and_not_agree(spec: AttentionSpec) -> None:
+    """The two ways of dq: the same sums, in another order."""
+    case = next(case for case in DETERMINISTIC if case.spec == spec and not case.large and case.seqlen_q > 64)
+    inputs, upstream = case.inputs(), case.upstream()
+    gradients = differentiate(fagen.load(spec, emulate=True), inputs, *upstream)[2]
+    other = spec.model_copy(update={"deterministic": False})
+    expected = differentiate(fagen.load(other, emulate=True), inputs, *upstream)[2]
+    for x, y in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-5)
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "id_",
+    [
+        "hdim72_fp16_backward_deterministic-b1h2k1-q130k65-sliced",
+        "hdim64_hdimv128_bf16_backward_deterministic-b1h2k1-q65k40-dlse",
+        "hdim64_bf16_backward-b1h2k1-q129k127",
+        "hdim256_bf16_causal_backward-b1h4k2-q100k100",
+    ],
+)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
+def test_gradients_of_some_inputs(id_: str, wanted: tuple[int, ...], device: str) -> None:
+    """The gradients that are asked for are those that all three together give, and the others are not computed."""
+    case = by_id(id_)
+    inputs, (d_o, d_lse) = case.inputs(device), case.upstream(device)
+    expected = call(case, device)[2]
+    leaves = [x.detach().requires_grad_(n in wanted) for n, x in enumerate((inputs.q, inputs.k, inputs.v))]
+    attention = fagen.load(case.spec, emulate=device == "cpu")
+    o, lse = attention(*leaves, return_lse=True, **inputs.call)
+    torch.autograd.backward(*((o, d_o) if d_lse is None else ((o, lse), (d_o, d_lse))))
+    for n, leaf in enumerate(leaves):
+        if n not in wanted:
+            assert leaf.grad is None
+            continue
+        assert leaf.grad is not None
+        if n > 0 or case.spec.deterministic or device == "cpu":
+            assert torch.equal(leaf.grad, expected[n])
+        else:
+            torch.testing.assert_close(leaf.grad, expected[n], rtol=2 * torch.finfo(leaf.dtype).eps, atol=1e-5)
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("id_", ORDERS)
+def test_a_batch_is_its_entries(id_: str) -> None:
+    """Each batch entry alone gives the gradients that it gives in a batch; without dropout, whose mask numbers the
+    batch."""
+    case = replace(by_id(id_), batch=2, values={}, dropout_p=None)
+    if case.spec.dropout:
+        case = replace(case, dropout_p=0.0)
+    inputs, (d_o, d_lse) = case.inputs(), case.upstream()
+    attention = fagen.load(case.spec, emulate=True)
+    both = differentiate(attention, inputs, d_o, d_lse)
+    for b in range(2):
+        entry = slice(b, b + 1)
+        part = replace(inputs, q=inputs.q[entry], k=inputs.k[entry], v=inputs.v[entry])
+        o, lse, gradients = differentiate(attention, part, d_o[entry], None if d_lse is None else d_lse[entry])
+        assert torch.equal(o, both[0][entry]) and torch.equal(lse, both[1][entry])
+        assert all(torch.equal(x, y[entry]) for x, y in zip(gradients, both[2], strict=True))
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "id_", ["hdim64_bf16_causal_backward-b1h32k16-q15k2", "hdim64_bf16_causal_backward-b1h2k1-q5k0"]
+)
+def test_lse_gradients_of_rows_that_see_nothing(id_: str, value: float) -> None:
+    """Their lse is -inf, and what a loss makes of that is often NaN; it touches nothing."""
+    case = replace(by_id(id_), lse_gradient=True)
+    inputs, (d_o, d_lse) = case.inputs(), case.upstream()
+    assert d_lse is not None
+    attention = fagen.load(case.spec, emulate=True)
+    expected = differentiate(attention, inputs, d_o, d_lse)
+    rows, _ = reference.seen(case.seqlen_q, case.seqlen_k, causal=case.spec.causal)
+    dirty = d_lse.clone()
+    dirty[:, :, ~rows] = value
+    assert not rows.all() and same_bits(differentiate(attention, inputs, d_o, dirty), expected)
+
+
+# ---------------------------------------------------------------- score modifications
+
+
+@pytest.mark.parametrize("mod", MODS, ids=lambda mod: mod.name)
+def test_eager_definitions_by_finite_differences(mod: Mod) -> None:
+    """What the table trusts: autograd through the eager definition of each modification."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
+    value = mod.example(CallContext(batch=1, heads_q=2, softmax_scale=0.5, device=torch.device("cpu")))
+    context = ScoreContext(row=torch.arange(1, 4)[:, None], col=torch.arange(4)[None, :])
+    assert torch.autograd.gradcheck(lambda s: mod.eager(s, value, context), scores.requires_grad_())
+
+
+@pytest.mark.parametrize("mod", [mod for mod in MODS if mod.differentiable], ids=lambda mod: mod.name)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "bf16"), (128, "fp16")])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_modification_alone(mod: Mod, head_dim: int, dtype: str, deterministic: bool) -> None:
+    """Whatever joins the list of modifications: its backward fragment against autograd of its eager definition."""
+    on = {mod.name: True, "deterministic": deterministic}
+    spec = AttentionSpec(head_dim=head_dim, dtype=dtype, backward=True, **on)
+    judge(Case(spec=spec, batch=2, heads=4, heads_k=2, seqlen_q=70, seqlen_k=40, lse_gradient=True), "cpu")
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 0.3, 1.0, 4.0])
+def test_softcap_from_its_linear_part_to_where_it_is_flat(scale: float) -> None:
+    """The derivative 1 - tanh^2 over its whole range: scores of `scale` caps."""
+    case = by_id("hdim64_bf16_softcap_backward-b1h2k1-q64k64")
+    judge(replace(case, heads=4, heads_k=2, values={"softcap": 1.0 / scale}), "cpu")
+
+
+# ---------------------------------------------------------------- calls that nobody thought of
+
+EVERYTHING = AttentionSpec(head_dim=64, causal=True, window=True, softcap=True, alibi=True, dropout=True, backward=True)
+SIDE = st.one_of(st.just(-1), st.integers(0, 160))
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@given(
+    spec=st.sampled_from(
+        [
+            AttentionSpec(head_dim=64, window=True, backward=True),
+            AttentionSpec(head_dim=64, causal=True, backward=True, deterministic=True),
+            AttentionSpec(head_dim=64, dtype="fp16", backward=True),
+            EVERYTHING,
+        ]
+    ),
+    batch=st.integers(1, 2),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2)]),
+    seqlen_q=st.integers(0, 150),
+    seqlen_k=st.integers(0, 300),
+    window=st.tuples(SIDE, SIDE),
+    dropout_p=st.sampled_from([0.0, 0.2, 0.5]),
+    layout=st.sampled_from(["contiguous", "transposed", "sliced", "expanded"]),
+    lse_gradient=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_call(
+    spec: AttentionSpec,
+    batch: int,
+    heads: tuple[int, int],
+    window: tuple[int, int],
+    dropout_p: float,
+    **sizes: Any,
+) -> None:
+    """Every element within four of its bounds: over few rows, and with hardly any keys a row, errors are no average."""
+    case = Case(
+        spec=spec,
+        batch=batch,
+        heads=heads[0],
+        heads_k=heads[1],
+        window=window if spec.window else None,
+        dropout_p=dropout_p if spec.dropout else None,
+        **sizes,
+    )
+    inputs, upstream = case.inputs(), case.upstream()
+    o, lse, gradients = call(case, "cpu")
+    expected = case.reference_gradients(inputs, *upstream)
+    for name, result in compare_gradients(case, inputs, gradients, expected, {}).items():
+        assert result.elementwise <= 4 and result.error <= 4 * result.budget, f"{name}: {result}"
+    expected_o, expected_lse = case.reference(inputs)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET[spec.dtype]).elementwise <= 1
+    assert compare_lse(lse, expected_lse).passed
