@@ -13,9 +13,9 @@ import pytest
 
 from fagen import toolchain
 from fagen.bench import compile as compile_bench
-from fagen.bench import forward as forward_bench
+from fagen.bench import speed as speed_bench
 from fagen.bench.compile import CompileReport, Job, Timing
-from fagen.bench.forward import CUDNN, FA2, OURS, PLAIN, ForwardReport, Result, Row
+from fagen.bench.speed import CUDNN, FA2, OURS, PLAIN, SpeedReport, Result, Row
 from fagen.cli import main
 from fagen.errors import BuildError, ToolchainError
 from fagen.spec import AttentionSpec
@@ -135,11 +135,11 @@ def test_compile_markdown() -> None:
     assert lines[-2:] == ["| build, d128 | 1.000 | 4.0 | 1.5 s, 5 x |", "| warm build | 0.400 | 1.6 | 0.3 s |"]
 
 
-# Forward
+# Speed
 
 
 def test_forward_rows() -> None:
-    rows = forward_bench.rows()
+    rows = speed_bench.rows()
     assert len({row.name for row in rows}) == len(rows) == 13
     assert [row.name for row in rows if row.softcap] == [
         "d128 causal 4k softcap",
@@ -156,6 +156,13 @@ def test_flop() -> None:
     assert full.flop == 4 * 4 * 16 * 4096 * 4096 * 128
     assert dataclasses.replace(full, causal=True).flop == full.flop / 2
     assert dataclasses.replace(full, softcap=True).flop == full.flop
+    assert dataclasses.replace(full, backward=True).flop == 2.5 * full.flop
+
+
+def test_backward_rows() -> None:
+    rows = speed_bench.backward_rows()
+    assert len({row.name for row in rows}) == len(rows) == 6
+    assert all(row.spec.backward for row in rows)
 
 
 def test_ratios() -> None:
@@ -164,17 +171,17 @@ def test_ratios() -> None:
     assert result.ratio(CUDNN) is None and result.ratio(PLAIN) is None
 
 
-def forward_report() -> ForwardReport:
+def forward_report() -> SpeedReport:
     results = (
         Result(Row(128, True, 4096), {OURS: 330.4, FA2: 300.0, CUDNN: 500.0}, 1.5e-3),
         Result(Row(72, False, 16384), {OURS: 200.0, FA2: 210.0, CUDNN: None}, 1e-3),
         Result(Row(128, True, 4096, softcap=True), {OURS: 300.0, PLAIN: 330.0}, None),
     )
-    return ForwardReport("NVIDIA H200", "sm90", "2.13.0", "CUDA 13.0", results, {OURS: 12.34, "SDPA": 17.0})
+    return SpeedReport("NVIDIA H200", "sm90", "2.13.0", "CUDA 13.0", results, {OURS: 12.34, "SDPA": 17.0})
 
 
 def test_forward_markdown() -> None:
-    text = forward_bench.markdown(forward_report(), date="2026-01-02", command="fagen bench --forward --markdown")
+    text = speed_bench.markdown(forward_report(), date="2026-01-02", command="fagen bench --forward --markdown")
     lines = text.splitlines()
     assert lines[0].startswith("NVIDIA H200, 2026-01-02, kernels for sm90, PyTorch 2.13.0, driver for CUDA 13.0: ")
     assert lines[0].endswith(": `fagen bench --forward --markdown`")
@@ -190,11 +197,11 @@ def test_forward_markdown() -> None:
 def test_forward_command(form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: dict[str, Any] = {}
 
-    def run(rows: list[Row], **named: Any) -> ForwardReport:
+    def run(rows: list[Row], **named: Any) -> SpeedReport:
         asked.update(named, rows=rows)
         return forward_report()
 
-    monkeypatch.setattr(forward_bench, "run", run)
+    monkeypatch.setattr(speed_bench, "run", run)
     assert main(["bench", "--forward", "--rows", "d256", "--arch", "9.0", "--repeats", "4", *form]) == 0
     assert [row.name for row in asked["rows"]] == ["d256 full 16k", "d256 causal 16k", "d256 causal 16k softcap"]
     assert asked["arch"] == "sm90" and asked["samples"] == 4
@@ -208,7 +215,7 @@ def test_forward_command(form: list[str], monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compile", "--forward"], "--compile or --forward"),
+        (["--compile", "--forward"], "--compile, --forward or --backward"),
         (["--forward", "--rows", "d96"], "matches none of: d64 full 16k"),
         (["--forward", "--markdown", "--json"], "exclude each other"),
         (["--compile", "--arch", "sm42"], "unknown architecture"),
@@ -233,14 +240,15 @@ def test_forward_without_a_gpu_says_so() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("softcap", [False, True])
-def test_a_tiny_row_on_the_gpu(softcap: bool) -> None:
-    report = forward_bench.run([Row(64, True, 256, softcap, tokens=1024, width=128)], samples=3)
+def test_a_tiny_row_on_the_gpu(softcap: bool, backward: bool) -> None:
+    report = speed_bench.run([Row(64, True, 256, softcap, backward, tokens=1024, width=128)], samples=3)
     (result,) = report.results
     assert result.tflops[OURS] and report.card and report.arch.startswith("sm")
     assert set(report.host_us) == {OURS, "SDPA"}
     if softcap:
         assert result.ratio(PLAIN)
     else:
-        assert result.ratio(FA2) and result.difference is not None and result.difference < 5e-3
-    assert forward_bench.markdown(report, date="today", command="fagen bench --forward")
+        assert result.ratio(FA2) and result.difference is not None and result.difference < 1e-2
+    assert speed_bench.markdown(report, date="today", command="fagen bench --forward")

@@ -12,39 +12,41 @@ import typer
 
 from fagen.arch import resolve
 from fagen.bench import compile as compile_bench
-from fagen.bench import forward as forward_bench
+from fagen.bench import speed as speed_bench
 from fagen.cli import output
 from fagen.cli.options import JsonOption
 from fagen.errors import SpecError
 
-Row = TypeVar("Row", compile_bench.Job, forward_bench.Row)
+Row = TypeVar("Row", compile_bench.Job, speed_bench.Row)
 
 
 def bench(
     compile_times: Annotated[bool, typer.Option("--compile", help="time builds, cold and warm")] = False,
     forward: Annotated[bool, typer.Option("--forward", help="time forward kernels on a GPU, beside PyTorch's")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="time gradients on a GPU, beside PyTorch's")] = False,
     arch: Annotated[
-        str | None, typer.Option("--arch", metavar="ARCH", help="target; default: sm80, with --forward the GPU's")
+        str | None, typer.Option("--arch", metavar="ARCH", help="target; default: sm80, on a GPU the GPU's")
     ] = None,
     rows: Annotated[
         str | None, typer.Option("--rows", metavar="TEXT", help="only rows whose name contains this, such as d128")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option("--repeats", min=1, metavar="N", help="timings a row; default: 5, with --forward 30")
+        int | None, typer.Option("--repeats", min=1, metavar="N", help="timings a row; default: 5, on a GPU 30")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="print a section for BENCHMARKS.md")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measures either; medians."""
-    if compile_times == forward:
-        raise SpecError("say what to measure: --compile or --forward")
+    """Measures one of them; medians."""
+    if compile_times + forward + backward != 1:
+        raise SpecError("say what to measure: --compile, --forward or --backward")
     if markdown and as_json:
         raise SpecError("--markdown and --json exclude each other")
     command = shlex.join(["fagen", *sys.argv[1:]])
     if compile_times:
         _compile(arch or "sm80", rows, repeats or 5, markdown, as_json, command)
     else:
-        _forward(arch, rows, repeats or 30, markdown, as_json, command)
+        chosen = _chosen(speed_bench.rows() if forward else speed_bench.backward_rows(), rows)
+        _speed(chosen, arch, repeats or 30, markdown, as_json, command)
 
 
 def _compile(arch: str, text: str | None, repeats: int, markdown: bool, as_json: bool, command: str) -> None:
@@ -105,11 +107,12 @@ def _timing(timing: compile_bench.Timing) -> dict[str, Any]:
     }
 
 
-def _forward(arch: str | None, text: str | None, samples: int, markdown: bool, as_json: bool, command: str) -> None:
-    chosen = _chosen(forward_bench.rows(), text)
+def _speed(
+    chosen: list[speed_bench.Row], arch: str | None, samples: int, markdown: bool, as_json: bool, command: str
+) -> None:
     arch = None if arch is None else _one_arch(arch)
     with output.progress("measuring", len(chosen)) as step:
-        report = forward_bench.run(chosen, arch=arch, samples=samples, on_done=lambda row: step(row.name))
+        report = speed_bench.run(chosen, arch=arch, samples=samples, on_done=lambda row: step(row.name))
     today = date.today().isoformat()
     if as_json:
         rows = [
@@ -139,9 +142,9 @@ def _forward(arch: str | None, text: str | None, samples: int, markdown: bool, a
         )
         return
     if markdown:
-        print(forward_bench.markdown(report, date=today, command=command))
+        print(speed_bench.markdown(report, date=today, command=command))
         return
-    columns = (forward_bench.OURS, forward_bench.FA2, forward_bench.CUDNN, forward_bench.PLAIN)
+    columns = (speed_bench.OURS, speed_bench.FA2, speed_bench.CUDNN, speed_bench.PLAIN)
     table = output.table(
         "TFLOP/s",
         *(output.right(name) for name in columns),
@@ -151,8 +154,8 @@ def _forward(arch: str | None, text: str | None, samples: int, markdown: bool, a
     for result in report.results:
         table.add_row(
             result.row.name,
-            *(forward_bench.number(result.tflops.get(name)) for name in columns),
-            *(forward_bench.number(result.ratio(name), 2) for name in columns[1:]),
+            *(speed_bench.number(result.tflops.get(name)) for name in columns),
+            *(speed_bench.number(result.ratio(name), 2) for name in columns[1:]),
             "-" if result.difference is None else f"{result.difference:.1e}",
         )
     output.console().print(table)

@@ -1,4 +1,4 @@
-"""How fast forward kernels are: beside PyTorch's own on the same tensors, in turns, so that a drift of the clocks meets
+"""How fast kernels are: beside PyTorch's own on the same tensors, in turns, so that a drift of the clocks meets
 all of them."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fagen.errors import ToolchainError
@@ -30,6 +30,7 @@ class Row:
     causal: bool
     seqlen: int
     softcap: bool = False
+    backward: bool = False
     tokens: int = TOKENS
     width: int = WIDTH
 
@@ -49,13 +50,15 @@ class Row:
 
     @property
     def flop(self) -> float:
-        """Floating-point operations: 4 * B * H * Sq * Sk * D, half of it when causal."""
+        """Floating-point operations: 4 * B * H * Sq * Sk * D, half of it when causal, 2.5 times it backward."""
         full = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim
-        return full / 2 if self.causal else full
+        return full * (0.5 if self.causal else 1) * (2.5 if self.backward else 1)
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(head_dim=self.head_dim, causal=self.causal, softcap=self.softcap)
+        return AttentionSpec(
+            head_dim=self.head_dim, causal=self.causal, softcap=self.softcap, backward=self.backward
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class ForwardReport:
+class SpeedReport:
     """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, by contestant."""
 
     card: str
@@ -95,13 +98,19 @@ def rows() -> tuple[Row, ...]:
     return (*(Row(*row) for row in lengths), *(Row(*row, softcap=True) for row in capped))
 
 
+def backward_rows() -> tuple[Row, ...]:
+    """The rows of the backward table."""
+    plain = [(64, True, 16384), (128, False, 16384), (128, True, 4096), (128, True, 16384), (256, True, 16384)]
+    return (*(Row(*row, backward=True) for row in plain), Row(128, True, 16384, softcap=True, backward=True))
+
+
 def run(
     chosen: Sequence[Row],
     *,
     arch: str | None = None,
     samples: int = 30,
     on_done: Callable[[Row], None] = lambda row: None,
-) -> ForwardReport:
+) -> SpeedReport:
     """Measures `chosen` on the current GPU: medians of `samples` timings by CUDA events.
 
     Raises ToolchainError without a GPU that PyTorch can use, and what `fagen.load` raises.
@@ -109,7 +118,7 @@ def run(
     import torch
 
     if not torch.cuda.is_available():
-        raise ToolchainError("no GPU that PyTorch can use: fagen bench --forward measures on one (see fagen doctor)")
+        raise ToolchainError("no GPU that PyTorch can use: this measures on one (see fagen doctor)")
     results = []
     for row in chosen:
         results.append(measure(row, arch=arch, samples=samples))
@@ -117,7 +126,7 @@ def run(
     from fagen.driver import driver_version
 
     driver = driver_version()
-    return ForwardReport(
+    return SpeedReport(
         card=torch.cuda.get_device_name(),
         arch=_load(chosen[0].spec, arch).kernel(torch.device("cuda", torch.cuda.current_device())).arch.name,
         torch=torch.__version__,
@@ -136,15 +145,16 @@ def measure(row: Row, *, arch: str | None = None, samples: int = 30) -> Result:
     q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     contestants = {OURS: _ours(row.spec, arch, q, k, v)}
     if row.softcap:
-        plain = AttentionSpec(head_dim=row.head_dim, causal=row.causal)
-        contestants[PLAIN] = _ours(plain, arch, q, k, v)
+        contestants[PLAIN] = _ours(replace(row, softcap=False).spec, arch, q, k, v)
     else:
         contestants |= _sdpa(q, k, v, row.causal)
+    if row.backward:
+        contestants = {name: _backward(name, forward, (q, k, v)) for name, forward in contestants.items()}
     outputs = {name: output for name, call in contestants.items() if (output := _first_call(name, call)) is not None}
     seconds = take_turns({name: contestants[name] for name in outputs}, samples)
     difference = None
     if FA2 in outputs:
-        expected = outputs[FA2].transpose(1, 2).float()
+        expected = outputs[FA2].float()
         difference = float(
             torch.linalg.vector_norm(outputs[OURS].float() - expected) / torch.linalg.vector_norm(expected)
         )
@@ -192,7 +202,7 @@ def host_times(arch: str | None = None, calls: int = 200, samples: int = 9) -> d
     return {name: statistics.median(values) * 1e6 for name, values in taken.items()}
 
 
-def markdown(report: ForwardReport, *, date: str, command: str) -> str:
+def markdown(report: SpeedReport, *, date: str, command: str) -> str:
     """The report as a section of BENCHMARKS.md."""
     parts = [
         f"{report.card}, {date}, kernels for {report.arch}, PyTorch {report.torch}, driver for {report.driver}: "
@@ -201,10 +211,11 @@ def markdown(report: ForwardReport, *, date: str, command: str) -> str:
     ]
     plain = [result for result in report.results if not result.row.softcap]
     capped = [result for result in report.results if result.row.softcap]
+    direction = "backward" if report.results[0].row.backward else "forward"
     if plain:
-        parts.append(_markdown_table("forward", plain, (FA2, CUDNN)))
+        parts.append(_markdown_table(direction, plain, (FA2, CUDNN)))
     if capped:
-        parts.append(_markdown_table(f"forward, cap {SOFTCAP:g}", capped, (PLAIN,)))
+        parts.append(_markdown_table(f"{direction}, cap {SOFTCAP:g}", capped, (PLAIN,)))
     host = ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items())
     return "\n\n".join([*parts, f"Host time of one call, B=1, S=128: {host}"])
 
@@ -251,11 +262,29 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> di
     def with_backend(backend: SDPBackend) -> Callable[[], Any]:
         def call() -> Any:
             with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, is_causal=causal)
+                return torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, is_causal=causal).transpose(1, 2)
 
         return call
 
     return {FA2: with_backend(SDPBackend.FLASH_ATTENTION), CUDNN: with_backend(SDPBackend.CUDNN_ATTENTION)}
+
+
+def _backward(name: str, forward: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    """A call that computes the gradients of `inputs`, after one forward; it returns that of q."""
+    import torch
+
+    for tensor in inputs:
+        tensor.requires_grad_()
+    o = _first_call(name, forward)
+    if o is None:
+        return lambda: _refuse(name)
+    generator = torch.Generator("cuda").manual_seed(1)
+    d_o = torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype)
+    return lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)[0]
+
+
+def _refuse(name: str) -> None:
+    raise RuntimeError(f"{name} does not serve this row")
 
 
 def _first_call(name: str, call: Callable[[], Any]) -> Any:
