@@ -15,7 +15,7 @@ from fagen import toolchain
 from fagen.bench import compile as compile_bench
 from fagen.bench import speed as speed_bench
 from fagen.bench.compile import CompileReport, Job, Timing
-from fagen.bench.speed import CUDNN, FA2, OURS, PLAIN, SpeedReport, Result, Row
+from fagen.bench.speed import CUDNN, FA2, OURS, PLAIN, Result, Row, SpeedReport
 from fagen.cli import main
 from fagen.errors import BuildError, ToolchainError
 from fagen.spec import AttentionSpec
