@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +50,26 @@ class Values(NamedTuple):
     dropout_p: float | None
     mods: tuple[Any, ...]  # in the order of spec.mods: numbers and tensors
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The values of modifications that are tensors, in order."""
+        return tuple(value for value in self.mods if isinstance(value, torch.Tensor))
+
+    def without_tensors(self) -> Values:
+        """The same with None for each tensor."""
+        return self._replace(mods=tuple(None if isinstance(value, torch.Tensor) else value for value in self.mods))
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Values:
+        """The same with `tensors` for the entries that are None."""
+        rest = iter(tensors)
+        return self._replace(mods=tuple(next(rest) if value is None else value for value in self.mods))
+
 
 class Scalars(NamedTuple):
     """The parameters of the kernels that `Values` give."""
 
     softmax_scale: float
     fields: Mapping[str, Any]
-    tensors: Mapping[str, int]  # fields that hold the address of the value of a modification: its index in Values.mods
+    tensors: Mapping[str, int]  # fields that hold the address of the value of a modification: its index in Values.tensors()
     made: Mapping[str, torch.Tensor]  # fields that hold the address of a tensor which a modification made of its value
 
 
@@ -109,7 +122,8 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
     fields: dict[str, Any] = {"softmax_scale": scale, "softmax_scale_log2": scale * LOG2E}
     tensors: dict[str, int] = {}
     made: dict[str, torch.Tensor] = {}
-    for index, (mod, value) in enumerate(zip(spec.mods, values.mods, strict=True)):
+    index = 0
+    for mod, value in zip(spec.mods, values.mods, strict=True):
         for name, packed in mod.pack(value, context).items():
             if not isinstance(packed, torch.Tensor):
                 fields[name] = packed
@@ -117,6 +131,7 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
                 tensors[name] = index
             else:
                 made[name] = packed
+        index += isinstance(value, torch.Tensor)
     fields |= _window(spec, values.window, sizes)
     fields |= _dropout(spec, values.dropout_p)
     return Scalars(scale, fields, tensors, made)

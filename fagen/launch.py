@@ -30,7 +30,9 @@ class CudaKernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(self._function, attribute, smem_bytes))
         self._smem_bytes = smem_bytes
-        self._device = device
+        self._handle = int(self._context)
+        # Looked up once: a launch is a matter of a microsecond.
+        self._get_current = driver.cuCtxGetCurrent
         self._launch = driver.cuLaunchKernel
         self._success = driver.CUresult.CUDA_SUCCESS
 
@@ -45,25 +47,20 @@ class CudaKernel:
         """`launch` with the address of the array that holds the address of the parameter struct."""
         if not 0 < grid <= MAX_GRID:
             raise LaunchError(f"{grid} blocks in one launch; a grid has from 1 to {MAX_GRID}")
-        # Where this thread works on the kernel's device, its context is current but for rare cases (a thread that has
-        # used none yet, a context of somebody else's): those the driver refuses, and the launch is made again.
-        if _current_device() == self._device:
-            (error,) = self._launch(
-                self._function, grid, 1, 1, threads, 1, 1, self._smem_bytes, stream, pointers, 0
-            )
-            if error is self._success or int(error) not in _CONTEXT_ERRORS:
+        # The kernel's context is current but for rare cases: another device's, or a thread that has none yet.
+        error, context = self._get_current()
+        if error is self._success and int(context) == self._handle:
+            (error,) = self._launch(self._function, grid, 1, 1, threads, 1, 1, self._smem_bytes, stream, pointers, 0)
+            if error is not self._success:
                 _check((error,))
-                return
+            return
         with self._current():
             _check(self._launch(self._function, grid, 1, 1, threads, 1, 1, self._smem_bytes, stream, pointers, 0))
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the kernel's context current where it is not: another device's, or a thread that has none yet."""
+        """Makes the kernel's context current meanwhile."""
         driver = self._driver
-        if int(_check(driver.cuCtxGetCurrent())) == int(self._context):
-            yield
-            return
         _check(driver.cuCtxPushCurrent(self._context))
         try:
             yield
@@ -78,11 +75,8 @@ def current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# PyTorch's own ways to the stream and the device, without the objects and checks around them: ten times as fast.
+# PyTorch's own way to the address, without a Stream object around it: ten times as fast.
 _RAW_STREAM: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-# CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE: the function belongs to a context that is not current.
-_CONTEXT_ERRORS = (201, 400)
 
 _INIT_LOCK = threading.Lock()
 

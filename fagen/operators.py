@@ -66,7 +66,7 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, arch: str, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *given, state = rest
-    o, lse, stats = _attention(spec, arch)._forward(q, k, v, _values(*given), state, False)
+    o, lse, stats = _attention(spec, arch)._forward(q, k, v, _values(*given), state)
     return o, lse, lse.new_empty(0) if stats is None else stats
 
 
@@ -95,9 +95,8 @@ def _backward(
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     *given, state, needed = rest
-    gradients = _attention(spec, arch)._gradients(
-        d_o, d_lse, (q, k, v, o, stats), _values(*given), state, tuple(needed), False
-    )
+    values = _values(*given)
+    gradients = _attention(spec, arch)._gradients(needed, d_o, d_lse, q, k, v, o, stats, values, state)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

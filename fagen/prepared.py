@@ -1,0 +1,256 @@
+"""Calls checked and packed once for all of their sizes, strides and values: what is left is to allocate and launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fagen.call import (
+    ALIGNMENT,
+    Sizes,
+    Values,
+    aligned,
+    check_tensors,
+    rows_aligned,
+    scalars,
+    stats_shape,
+    strides,
+    strides_by_head,
+)
+from fagen.kernels import Kernel, Launch
+from fagen.spec import AttentionSpec
+
+MOST = 256  # prepared calls that are kept, and backwards of each
+_DELTA_LANES = 8  # threads that share a row in the kernel of delta
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Call:
+    """One kind of call of a spec. Any number of threads may run it at once.
+
+    Raises SpecError for tensors or values that do not fit the spec.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        kernels: Callable[[torch.device], Mapping[str, Kernel]],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        values: Values,
+    ) -> None:
+        """`kernels` are those for a device by kind; `values` has the tensors of modifications, for their shapes."""
+        sizes = self._sizes = check_tensors(spec, q, k, v)
+        given = scalars(spec, sizes, values, q.device)
+        self.device = q.device
+        self.values = values.without_tensors()
+        self.cacheable = not given.made
+        self.aligned = rows_aligned(q) and rows_aligned(k) and rows_aligned(v)
+        self._strides = q.stride(), k.stride(), v.stride()
+        self._kernels = kernels
+        self._made = tuple(given.made.values())
+        self._tensor_indices = tuple(given.tensors.values())
+        self._extra_names = (*given.tensors, *given.made, *(["philox_state"] if spec.dropout else []))
+        self._o_shape = (sizes.batch, sizes.seqlen_q, sizes.heads_q, spec.dim_v)
+        self._lse_shape = (sizes.batch, sizes.heads_q, sizes.seqlen_q)
+        self._stats_shape = stats_shape(sizes) if spec.backward else None
+        self._dtype = q.dtype
+        o = _contiguous(self._o_shape)
+        self._o_strides = o.stride()
+        self._fields = {
+            **given.fields,
+            **strides("q", q),
+            **strides("k", k),
+            **strides("v", v),
+            **strides("o", o),
+            "seqlen_q": sizes.seqlen_q,
+            "seqlen_k": sizes.seqlen_k,
+            "heads_q": sizes.heads_q,
+            "heads_k": sizes.heads_k,
+            "group_size": sizes.heads_q // sizes.heads_k,
+        }
+        self._launch = None if sizes.empty else self._forward_launch(kernels(q.device)["fwd"])
+        self._backwards: dict[Any, _Backward] = {}
+
+    def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """The three lie in memory as those for which the call was prepared, and as the kernels want them."""
+        return (
+            self.aligned
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT
+            and (q.stride(), k.stride(), v.stride()) == self._strides
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        state: torch.Tensor | None,
+        poison: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(o, lse, stats) of tensors that fit; stats with spec.backward only.
+
+        `tensors` are the values of modifications that are tensors, in order. `poison` fills what is returned with NaN
+        before the launch.
+        """
+        device = self.device
+        o = torch.empty(self._o_shape, dtype=self._dtype, device=device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+        stats = None
+        if self._stats_shape is not None:
+            stats = torch.empty(self._stats_shape, dtype=torch.float32, device=device)
+        if poison:
+            _poison(o, lse, stats)
+        if self._launch is not None:
+            outputs = (o, lse) if stats is None else (o, lse, stats)
+            if self._extra_names:
+                self._launch(q, k, v, *outputs, *self._extras(tensors, state))
+            else:
+                self._launch(q, k, v, *outputs)
+        return o, lse, stats
+
+    def gradients(
+        self,
+        needed: Sequence[bool],
+        d_o: torch.Tensor | None,
+        d_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        stats: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        state: torch.Tensor | None,
+        poison: bool,
+    ) -> Gradients:
+        """(dq, dk, dv), contiguous, each None unless needed, for q, k and v that fit and what `forward` returned.
+
+        `d_o`, of any strides, or None: o was not used. `d_lse`, of any strides, or None: lse was not used.
+        """
+        if self._launch is None or self._sizes.seqlen_k == 0:
+            dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needed, strict=True))
+            return dq, dk, dv
+        if d_o is None:
+            d_o = o.new_zeros(o.shape[3]).expand(o.shape)
+        elif d_o.stride() != self._o_strides or d_o.data_ptr() % ALIGNMENT:
+            d_o = aligned("do", d_o)
+        key = (tuple(needed), d_o.stride(), None if d_lse is None else d_lse.stride())
+        backward = self._backwards.get(key)
+        if backward is None:
+            if len(self._backwards) >= MOST:
+                self._backwards.clear()
+            fields = self._fields | strides("d_o", d_o) | strides_by_head("d_lse", d_lse)
+            inputs = (q, k, v)
+            backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, inputs, needed)
+            self._backwards[key] = backward
+        return backward(d_o, d_lse, q, k, v, o.contiguous(), stats, self._extras(tensors, state), poison)
+
+    def _forward_launch(self, kernel: Kernel) -> Launch:
+        sizes = self._sizes
+        stats = [] if self._stats_shape is None else ["stats"]
+        names = ("q", "k", "v", "o", "lse", *stats, *self._extra_names)
+        return Launch(kernel, _query_tiles(sizes, kernel), self._fields, names)
+
+    def _extras(self, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> list[torch.Tensor]:
+        """The tensors of `_extra_names`."""
+        extras = [tensors[index] for index in self._tensor_indices]
+        extras += self._made
+        if state is not None:
+            extras.append(state)
+        return extras
+
+
+class _Backward:
+    """The backward of a `Call` for gradients of o and lse of certain strides."""
+
+    def __init__(
+        self,
+        kernels: Mapping[str, Kernel],
+        sizes: Sizes,
+        fields: Mapping[str, Any],
+        extra_names: Sequence[str],
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        needed: Sequence[bool],
+    ) -> None:
+        need_q, need_k, need_v = self._needed = tuple(needed)
+        for name, x in zip(("d_q", "d_k", "d_v"), inputs, strict=True):
+            fields = {**fields, **strides(name, _contiguous(x.shape))}
+        self._delta_shape = stats_shape(sizes)[:3]
+        rows = ("q", "k", "v", "d_o", "stats", "delta")
+        main = kernels["bwd"]
+        self._deterministic = "bwd_dq" in kernels
+        self._delta: Launch | None = None
+        self._main: Launch | None = None
+        self._convert: Launch | None = None
+        self._dq: Launch | None = None
+        self._dq_sum_floats = 0
+        # dV does without delta: what the kernel makes of memory that nobody wrote goes into dS only.
+        if need_q or need_k:
+            grid = math.prod(self._delta_shape) // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
+            self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta"))
+        if need_k or need_v or not self._deterministic:
+            grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // main.plan.tile.tile_n)
+            dq_sum = [] if self._deterministic else ["dq_sum"]
+            self._main = Launch(main, grid, fields, (*rows, "d_k", "d_v", *dq_sum, *extra_names))
+        if need_q and self._deterministic:
+            kernel = kernels["bwd_dq"]
+            self._dq = Launch(kernel, _query_tiles(sizes, kernel), fields, (*rows, "d_q", *extra_names))
+        elif need_q:
+            tiles = _query_tiles(sizes, main)
+            self._dq_sum_floats = tiles * main.plan.dq_tile_floats
+            self._convert = Launch(kernels["bwd_convert"], tiles, fields, ("dq_sum", "d_q"))
+
+    def __call__(
+        self,
+        d_o: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        stats: torch.Tensor,
+        extras: Sequence[torch.Tensor],
+        poison: bool,
+    ) -> Gradients:
+        device = q.device
+        need_q, need_k, need_v = self._needed
+        dq = torch.empty(q.shape, dtype=q.dtype, device=device) if need_q else None
+        dk = torch.empty(k.shape, dtype=k.dtype, device=device) if need_k else None
+        dv = torch.empty(v.shape, dtype=v.dtype, device=device) if need_v else None
+        delta = torch.empty(self._delta_shape, dtype=torch.float32, device=device)
+        if poison:
+            _poison(dq, dk, dv, delta)
+        dq_sum = None
+        if self._dq_sum_floats:
+            dq_sum = torch.zeros(self._dq_sum_floats, dtype=torch.float32, device=device)
+        if self._delta is not None:
+            self._delta(o, d_o, d_lse, delta)
+        if self._main is not None:
+            sums = () if self._deterministic else (dq_sum,)
+            self._main(q, k, v, d_o, stats, delta, dk, dv, *sums, *extras)
+        if self._convert is not None:
+            self._convert(dq_sum, dq)
+        if self._dq is not None:
+            self._dq(q, k, v, d_o, stats, delta, dq, *extras)
+        return dq, dk, dv
+
+
+def _query_tiles(sizes: Sizes, kernel: Kernel) -> int:
+    return sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // kernel.plan.tile.tile_m)
+
+
+def _contiguous(shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of that shape for its strides."""
+    return torch.empty(tuple(shape), device="meta")
+
+
+def _poison(*tensors: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.fill_(math.nan)
