@@ -7,6 +7,7 @@ differs. What is computed is SEMANTICS.md's definition.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fagen import reference
+from fagen.call import DTYPES, philox_state
 from fagen.errors import SpecError
-from fagen.ops import DTYPES, Attention
+from fagen.ops import Attention
 from fagen.spec import HEAD_DIM_STEP, AttentionSpec
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
@@ -27,6 +29,10 @@ _Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, boo
 
 # One Attention for what calls of one kind derive: a lookup is all that a call pays for not naming its spec.
 _ATTENTIONS: dict[_Key, Attention] = {}
+
+# The same, as torch.compile can read it while it traces: an attribute is looked up when its turn comes, where the whole
+# of a dictionary is taken note of before.
+_TRACED = SimpleNamespace()
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -110,7 +116,10 @@ def flash_attn_func(
         backward,
         backward and bool(deterministic),
     )
-    attention = _ATTENTIONS.get(key) or _derive(key)
+    if torch.compiler.is_compiling():
+        attention = getattr(_TRACED, _attribute(key))
+    else:
+        attention = _ATTENTIONS.get(key) or _derive(key)
     values: dict[str, Any] = {"softmax_scale": softmax_scale}
     if window:
         values["window"] = (left, right)
@@ -118,21 +127,19 @@ def flash_attn_func(
         values["softcap"] = softcap
     if alibi_slopes is not None:
         values["alibi_slopes"] = alibi_slopes
-    seed = None
     if dropout_p != 0:
         values["dropout_p"] = dropout_p
         if return_attn_probs:
-            seed = values["seed"] = int(torch.randint(0, 2**63 - 1, (), device=q.device))
+            values["seed"] = philox_state(None, q.device)
     # Every row that a kernel reads is contiguous; strides of the other dimensions may be anything.
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     if not return_attn_probs:
         return attention(q, k, v, **values)
     o, lse = attention(q, k, v, return_lse=True, **values)
-    probabilities = q.new_empty(0)
-    if seed is not None:
-        probabilities = dropped_probabilities(q, k, causal=bool(causal), **values)
-    return o, lse, probabilities
+    if dropout_p == 0:
+        return o, lse, q.new_empty(0)
+    return o, lse, dropped_probabilities(q, k, causal=bool(causal), **values)
 
 
 def flash_attn_kvpacked_func(
@@ -196,9 +203,10 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: int, **values: Any) -> Tensor:
+def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: Tensor, **values: Any) -> Tensor:
     """What tests of dropout look at: (B, Hq, Sq, Sk) in q's dtype, the softmax of each row over the row's largest
-    entry, negative where dropout drops it. Computed in float64 from the definition, not by the kernel."""
+    entry, negative where dropout drops it. seed: (seed, offset) of the call. Computed in float64 from the definition,
+    not by the kernel."""
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     # With the identity for v, o is the softmax itself.
@@ -206,7 +214,7 @@ def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: int, 
     with torch.no_grad():
         p = reference.attention(q, k, identity, return_lse=False, **values).transpose(1, 2)
         p = p / p.amax(3, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        keep = reference.dropout_mask(seed, 0, batch, heads, seqlen_q, seqlen_k, dropout_p, q.device)
+        keep = reference.dropout_mask(*seed.tolist(), batch, heads, seqlen_q, seqlen_k, dropout_p, q.device)
         return torch.where(keep, p, -p).to(q.dtype)
 
 
@@ -226,6 +234,14 @@ def _derive(key: _Key) -> Attention:
         deterministic=deterministic,
     )
     return _ATTENTIONS.setdefault(key, Attention(spec))
+
+
+@torch.compiler.assume_constant_result
+def _attribute(key: _Key) -> str:
+    """Where _TRACED has the Attention of a key. torch.compile calls this as it is, and does not trace it."""
+    attention = _ATTENTIONS.get(key) or _derive(key)
+    setattr(_TRACED, attention.spec.slug, attention)
+    return attention.spec.slug
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import CodeType
 from typing import Any
@@ -76,45 +76,59 @@ class Pattern:
 
 
 def mask(
+    *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Pattern | Tensor:
-    """What transformers' mask interface asks for: a Pattern where one says it, else the bool tensor (B, 1, Sq, Sk)."""
-    pattern, packed = _recognise(mask_function)
-    if torch.compiler.is_compiling() and (packed is not None or attention_mask is not None):
-        pattern = None  # where sequences start and end is in tensors, whose values a graph does not know
-    if pattern is not None and pattern.positional and not _at_last_keys(q_length, kv_length, q_offset, kv_offset):
-        pattern = None
-    if pattern is not None and packed is not None:
-        spans = _runs(packed) if packed.shape == (batch_size, q_length) and attention_mask is None else None
-        pattern = None if spans is None else Pattern(pattern.causal, pattern.window, spans)
-    if pattern is not None and attention_mask is not None:
-        valid = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        spans = _one_run_each(valid[:, kv_offset : kv_offset + kv_length])
-        if spans is None:
-            pattern = None
-        elif any((span.start, span.stop) != (0, kv_length) for span in spans):
-            pattern = Pattern(pattern.causal, pattern.window, spans)
+    """What transformers' mask interface asks for: a Pattern where one says it, else the bool tensor (B, 1, Sq, Sk).
+
+    attention_mask (B, any length): which keys are no padding. kwargs: where the queries stand, in the terms of the
+    installed version, and hints for other implementations.
+    """
+    pattern = _pattern(batch_size, kv_length, kv_offset, mask_function, attention_mask, kwargs)
     if pattern is not None:
         return pattern
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     tensor: Tensor = masking_utils.sdpa_mask(
         batch_size=batch_size,
-        q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
         **kwargs,
     )
     return tensor
+
+
+def _pattern(
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    kwargs: Mapping[str, Any],
+) -> Pattern | None:
+    """The Pattern of what `mask` is asked for, None where there is none."""
+    pattern, packed = _recognise(mask_function)
+    if pattern is None or (pattern.positional and not _at_last_keys(kv_offset + kv_length, kwargs)):
+        return None
+    if packed is None and attention_mask is None:
+        return pattern
+    if torch.compiler.is_compiling() or (packed is not None and attention_mask is not None):
+        return None  # a graph does not know the values of tensors, which say where sequences start and end
+    if packed is not None:
+        spans = _runs(packed) if packed.shape == (batch_size, kv_length) else None
+    else:
+        assert attention_mask is not None
+        valid = functional.pad(attention_mask, (0, max(kv_offset + kv_length - attention_mask.shape[1], 0)))
+        spans = _one_run_each(valid[:, kv_offset : kv_offset + kv_length])
+        if spans is not None and all((span.start, span.stop) == (0, kv_length) for span in spans):
+            return pattern
+    return None if spans is None else replace(pattern, spans=spans)
 
 
 def attention(
@@ -280,19 +294,24 @@ def _closures() -> dict[CodeType | None, tuple[str, str]]:
     """The code of each closure that transformers makes: what it says, and its variable that says how much."""
     some = torch.zeros(1, 1, dtype=torch.long)
     causal = masking_utils.causal_mask_function
-    made: dict[tuple[str, str], Any] = {
-        ("and", "mask_functions"): masking_utils.and_masks(causal),
-        ("remap", "mask_function"): masking_utils.remap_positions_for_packed_sequence(causal, some),
-        ("left", "sliding_window"): masking_utils.sliding_window_overlay(1),
-        ("both", "sliding_window"): masking_utils.sliding_window_bidirectional_overlay(1),
-        ("packed", "packed_sequence_mask"): masking_utils.packed_sequence_mask_function(some),
+    makers: dict[tuple[str, str], tuple[str, tuple[Any, ...]]] = {
+        ("and", "mask_functions"): ("and_masks", (causal,)),
+        ("left", "sliding_window"): ("sliding_window_overlay", (1,)),
+        ("both", "sliding_window"): ("sliding_window_bidirectional_overlay", (1,)),
+        ("packed", "packed_sequence_mask"): ("packed_sequence_mask_function", (some,)),
+        ("remap", "mask_function"): ("remap_positions_for_packed_sequence", (causal, some)),
     }
-    return {function.__code__: key for key, function in made.items()}
+    # Some are younger than the oldest version that is served.
+    present = {key: (getattr(masking_utils, name, None), arguments) for key, (name, arguments) in makers.items()}
+    return {maker(*arguments).__code__: key for key, (maker, arguments) in present.items() if maker is not None}
 
 
-def _at_last_keys(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
-    """Whether the last query stands at the last key. A static cache has its offset in a tensor: not known here."""
-    return not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+def _at_last_keys(stop: int, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the last query stands at the last key, stop - 1. A static cache does not say: its offset is a tensor."""
+    if "cache_position" in kwargs:  # as older versions have it
+        return bool(kwargs["cache_position"][-1] == stop - 1)
+    offset = kwargs["q_offset"]
+    return not isinstance(offset, Tensor) and offset + kwargs["q_length"] == stop
 
 
 def _one_run_each(valid: Tensor) -> tuple[Span, ...] | None:
