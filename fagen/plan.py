@@ -185,13 +185,15 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
         chosen["bwd"] = sm80.backward_tile(spec, arch)
-        # These know of one head dim and the type only, and so serve every spec that shares them.
+        # These know of head dims and the type only, and so serve every spec that shares them.
         specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True)
         if spec.deterministic:
             specs["fwd"] = spec.model_copy(update={"deterministic": False})
             chosen["bwd_dq"] = sm80.dq_tile(spec, arch)
         else:
-            specs["bwd_convert"] = AttentionSpec(head_dim=spec.head_dim, dtype=spec.dtype, backward=True)
+            specs["bwd_convert"] = AttentionSpec(
+                head_dim=spec.head_dim, head_dim_v=spec.head_dim_v, dtype=spec.dtype, backward=True
+            )
     chosen |= tiles or {}
     if "bwd_convert" in specs:
         chosen["bwd_convert"] = chosen["bwd"]

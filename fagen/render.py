@@ -77,6 +77,8 @@ def _explain(error: jinja2.TemplateError) -> str:
 
 def _context(kernel: KernelPlan) -> dict[str, Any]:
     command = ["fagen", "show", *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
+    if kernel.spec.backward:
+        command += ["--kernel", kernel.kind]
     return {
         "kernel": kernel,
         "spec": kernel.spec,

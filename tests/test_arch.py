@@ -143,20 +143,27 @@ def test_every_head_dim_has_a_tile_that_fits(arch: Arch) -> None:
             for on in features:
                 for dtype in DTYPES:
                     spec = AttentionSpec(head_dim=head_dim, head_dim_v=dim_v, dtype=dtype, **on)
-                    (kernel,) = plan(spec, arch)
-                    check_tile(kernel)
+                    check_tile(plan(spec, arch)[0])
+                    for kernel in plan(spec.model_copy(update={"backward": True}), arch):
+                        assert kernel.smem_bytes <= arch.smem_limit
 
 
 @settings(max_examples=300)
 @given(specs(), archs())
 def test_any_spec_has_a_tile_that_fits(spec: AttentionSpec, arch: Arch) -> None:
-    (kernel,) = plan(spec, arch)
+    kernel, *others = plan(spec, arch)
     check_tile(kernel)
-    assert kernel.slug == f"fwd_{spec.slug}_{arch.name}" and kernel.entry == "fagen_fwd"
+    called = spec.slug.replace("_deterministic", "")  # the forward is the same
+    assert kernel.slug == f"fwd_{called}_{arch.name}" and kernel.entry == "fagen_fwd"
+    order = ["bwd_dq"] if spec.deterministic else ["bwd_convert"]
+    assert [other.kind for other in others] == (["bwd_delta", "bwd", *order] if spec.backward else [])
+    assert all(other.smem_bytes <= arch.smem_limit for other in others)
+    # A tile of the backward reads whole tiles of rows of what the forward wrote.
+    assert all(kernel.tile.tile_m % other.tile.tile_m == 0 for other in others if other.kind in ("bwd", "bwd_dq"))
 
 
 def test_a_tile_that_does_not_fit_is_refused() -> None:
     tile = TileConfig(tile_m=128, tile_n=128, warps=4, stages=2, blocks_per_sm=1)
     message = r"needs 327680 bytes of shared memory a block; sm86 has 101376"
     with pytest.raises(SpecError, match=message):
-        plan(AttentionSpec(head_dim=256), resolve("sm86"), tile)
+        plan(AttentionSpec(head_dim=256), resolve("sm86"), {"fwd": tile})

@@ -142,7 +142,7 @@ def test_a_matrix_names_each_spec_once() -> None:
         ({"head_dim": [","]}, "head_dim is required"),
         ({"dtype": ["int8"]}, "dtype='int8'"),
         ({"varlen": True}, "varlen=True is not served"),
-        ({"both": ["backward"]}, "backward=True is not served"),
+        ({"both": ["varlen"]}, "varlen=True is not served"),
         ({"both": ["casual"]}, "did you mean causal?"),
         ({"both": ["causal"], "causal": True}, "--both causal and --causal contradict"),
         ({"both": ["causal"], "causal": False}, "--both causal and --no-causal contradict"),
@@ -216,6 +216,10 @@ def test_show_prints_the_file_and_nothing_else(run: Fagen) -> None:
     from fagen.render import render
 
     (kernel,) = plan(AttentionSpec(head_dim=64, softcap=True), resolve("sm90"))
+    shown = run("show", "--head-dim", "64", "--backward", "--arch", "sm90", "--kernel", "bwd_delta", "--json").document
+    assert [row["slug"] for row in shown["kernels"]] == ["bwd_delta_hdim64_bf16_backward_sm90"]
+    refused = run("show", "--head-dim", "64", "--backward", "--arch", "sm90", "--kernel", "dq")
+    assert refused.code == 2 and "fwd, bwd_delta, bwd, bwd_convert" in refused.err
     outcome = run("show", "--head-dim", "64", "--softcap", "--arch", "sm90")
     assert outcome.code == 0 and outcome.err == "" and outcome.out == render(kernel)
     outcome = run("show", "--head-dim", "64", "--softcap", "--arch", "sm90", "--emulate", "--json")
@@ -370,7 +374,7 @@ def test_check_refuses_sizes_that_cannot_be(run: Fagen) -> None:
         (["build"], 2, "--head-dim"),
         (["buidl"], 2, "Did you mean 'build'?"),
         (["show", "surplus", "--head-dim", "64"], 2, "surplus"),
-        (["bench"], 2, "--compile or --forward"),
+        (["bench"], 2, "--compile, --forward or --backward"),
     ],
 )
 def test_bad_input_is_one_clear_error(run: Fagen, arguments: list[str], code: int, message: str) -> None:

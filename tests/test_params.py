@@ -38,13 +38,12 @@ int main() {{
 
 
 def params(spec: AttentionSpec) -> ParamStruct:
-    (kernel,) = plan(spec, resolve("sm80"))
-    return kernel.params
+    return plan(spec, resolve("sm80"))[0].params
 
 
 def struct_text(spec: AttentionSpec) -> str:
     """`struct Params { ... };` and the assertion of its size, as they stand in the generated file."""
-    (kernel,) = plan(spec, resolve("sm80"))
+    kernel = plan(spec, resolve("sm80"))[0]
     match = re.search(r"^struct Params \{.*?^\};\nstatic_assert\(sizeof\(Params\) == \d+", render(kernel), re.M | re.S)
     assert match is not None
     return match[0] + ', "size");'

@@ -45,7 +45,23 @@ GOLDEN_KERNELS = [
     ("sm90", AttentionSpec(head_dim=192, head_dim_v=128, causal=True)),
     ("sm120", AttentionSpec(head_dim=40, causal=True, window=True, softcap=True, alibi=True, dropout=True)),
     *(("sm80", AttentionSpec(head_dim=72, **{mod.name: True})) for mod in MODS),
+    ("sm90", AttentionSpec(head_dim=128, causal=True, backward=True)),
+    (
+        "sm86",
+        AttentionSpec(
+            head_dim=40,
+            head_dim_v=72,
+            dtype="fp16",
+            window=True,
+            softcap=True,
+            alibi=True,
+            dropout=True,
+            backward=True,
+            deterministic=True,
+        ),
+    ),
 ]
+GOLDENS = {kernel.slug: kernel for arch, spec in GOLDEN_KERNELS for kernel in plan(spec, resolve(arch))}
 
 # Words that only code of the feature has. Masks of a window need the positions that causal ones do, as ALiBi does.
 TOKENS = {
@@ -58,9 +74,13 @@ TOKENS["alibi"] += r"|slope|distance"
 POSITIONS = r"\boffset = seqlen_k"
 
 
+def kernels_of(spec: AttentionSpec, arch: str | Arch = "sm80") -> tuple[KernelPlan, ...]:
+    return plan(spec, resolve(arch) if isinstance(arch, str) else arch)
+
+
 def kernel_of(spec: AttentionSpec, arch: str | Arch = "sm80") -> KernelPlan:
-    (kernel,) = plan(spec, resolve(arch) if isinstance(arch, str) else arch)
-    return kernel
+    """The forward."""
+    return kernels_of(spec, arch)[0]
 
 
 def body(text: str) -> str:
@@ -69,9 +89,9 @@ def body(text: str) -> str:
     return text.split(BEGIN)[1].split(END)[0]
 
 
-@pytest.mark.parametrize(("arch", "spec"), GOLDEN_KERNELS, ids=[spec.slug for _, spec in GOLDEN_KERNELS])
-def test_golden(arch: str, spec: AttentionSpec) -> None:
-    kernel = kernel_of(spec, arch)
+@pytest.mark.parametrize("slug", GOLDENS)
+def test_golden(slug: str) -> None:
+    kernel = GOLDENS[slug]
     path, text = GOLDEN / f"{kernel.slug}.cu", render.render(kernel)
     if os.environ.get("FAGEN_ACCEPT") == "1":
         path.parent.mkdir(exist_ok=True)
@@ -84,33 +104,34 @@ def test_golden(arch: str, spec: AttentionSpec) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    expected = {f"{kernel_of(spec, arch).slug}.cu" for arch, spec in GOLDEN_KERNELS}
-    assert {path.name for path in GOLDEN.iterdir()} == expected
+    assert {path.name for path in GOLDEN.iterdir()} == {f"{slug}.cu" for slug in GOLDENS}
 
 
 def test_golden_kernels_meet_every_template() -> None:
     """All but the primitives, of which a fragment of one's own may call some that no kernel here does."""
-    rendered = "".join(render.render(kernel_of(spec, arch)) for arch, spec in GOLDEN_KERNELS)
+    rendered = "".join(render.render(kernel) for kernel in GOLDENS.values())
     shown = set(re.findall(r"^ *// >>> (.+)$", rendered, re.M))
     folder = render.template_dir()
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert shown <= there
-    # These two are not marked: they are the file itself.
-    assert {path for path in there - shown if not path.startswith(("ptx/", "emulate/"))} == {
-        "kernel.j2",
-        "sm80/fwd.cu.j2",
-    }
+    # These are not marked: they are the file itself, or hand on to what is.
+    itself = {"kernel.j2", "common/mods.cuh.j2", *(kernel.template for kernel in GOLDENS.values())}
+    assert {path for path in there - shown if not path.startswith(("ptx/", "emulate/"))} == itself
 
 
 @settings(max_examples=60)
 @given(specs(), archs())
 def test_features_that_are_off_leave_no_token(spec: AttentionSpec, arch: Arch) -> None:
-    text = render.render(kernel_of(spec, arch))
-    for name, pattern in TOKENS.items():
-        wanted = getattr(spec, name) or (name == "causal" and spec.window)
-        found = re.search(pattern, text, re.IGNORECASE)
-        assert (found is not None) == wanted, f"{name}={wanted}, found {found}"
-    assert bool(re.search(POSITIONS, text)) == (spec.causal or spec.window or spec.alibi)
+    for kernel in kernels_of(spec, arch):
+        text, on = render.render(kernel), kernel.spec
+        for name, pattern in TOKENS.items():
+            wanted = getattr(on, name) or (name == "causal" and on.window)
+            found = re.search(pattern, text, re.IGNORECASE)
+            assert (found is not None) == wanted, f"{kernel.slug}: {name}={wanted}, found {found}"
+        assert bool(re.search(POSITIONS, text)) == (on.causal or on.window or on.alibi)
+    assert bool(re.search(r"stats|backward", render.render(kernel_of(spec, arch)))) == spec.backward
+    order = "".join(render.render(kernel) for kernel in kernels_of(spec, arch))
+    assert bool(re.search(r"dq_sum|red_global", order)) == (spec.backward and not spec.deterministic)
 
 
 def test_every_feature_has_its_tokens() -> None:
@@ -121,38 +142,40 @@ def test_every_feature_has_its_tokens() -> None:
 @given(specs())
 def test_one_type_only(spec: AttentionSpec) -> None:
     other = "f16" if spec.dtype == "bf16" else "bf16"
-    assert not re.search(rf"_{other}\b", body(render.render(kernel_of(spec))))
+    for kernel in kernels_of(spec):
+        assert not re.search(rf"_{other}\b", body(render.render(kernel)))
 
 
 @settings(max_examples=60)
 @given(specs(), archs())
 def test_body_is_the_same_for_both_targets(spec: AttentionSpec, arch: Arch) -> None:
-    kernel = kernel_of(spec, arch)
-    cuda, emulated = render.render(kernel, "cuda"), render.render(kernel, "emulate")
-    assert emulated.count(END) == 1 and END not in cuda
-    assert body(cuda) == body(emulated)
-    assert f'extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)\n    {kernel.entry}(' in body(cuda)
-    assert "asm" not in body(cuda)
+    for kernel in kernels_of(spec, arch):
+        cuda, emulated = render.render(kernel, "cuda"), render.render(kernel, "emulate")
+        assert emulated.count(END) == 1 and END not in cuda
+        assert body(cuda) == body(emulated)
+        entry = rf'extern "C" __global__ void __launch_bounds__\(THREADS[^)]*\)\s+{kernel.entry}\('
+        assert re.search(entry, body(cuda))
+        assert "asm" not in body(cuda)
 
 
 @settings(max_examples=60)
 @given(specs(), archs())
 def test_a_cuda_file_stands_alone_and_reads_well(spec: AttentionSpec, arch: Arch) -> None:
-    kernel = kernel_of(spec, arch)
-    text = render.render(kernel)
-    assert "#include" not in text and "#define" not in text
-    assert not re.search(r"\{%[ -]|\{\{|\{#", text)
-    assert not re.search(r"[ \t]+$", text, re.M) and "\t" not in text
-    assert "\n\n\n" not in text and text.endswith("}\n")
-    assert text.splitlines()[0] == f"// {kernel.slug}"
-    assert f"shared memory  {kernel.smem_bytes} bytes a block" in text
-    assert text.isascii()
+    for kernel in kernels_of(spec, arch):
+        text = render.render(kernel)
+        assert "#include" not in text and "#define" not in text
+        assert not re.search(r"\{%[ -]|\{\{|\{#", text)
+        assert not re.search(r"[ \t]+$", text, re.M) and "\t" not in text
+        assert "\n\n\n" not in text and text.endswith("}\n")
+        assert text.splitlines()[0] == f"// {kernel.slug}"
+        assert f"shared memory  {kernel.smem_bytes} bytes a block" in text
+        assert text.isascii()
 
 
 def test_the_header_s_command_reproduces_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    for arch, spec in GOLDEN_KERNELS:
+    for kernel in GOLDENS.values():
         for target in ("cuda", "emulate"):
-            text = render.render(kernel_of(spec, arch), target)
+            text = render.render(kernel, target)
             reproduce = re.search(r"^//   reproduce +fagen (.+)$", text, re.M)
             assert reproduce is not None
             assert cli.main(shlex.split(reproduce[1])) == 0
@@ -160,9 +183,9 @@ def test_the_header_s_command_reproduces_the_file(capsys: pytest.CaptureFixture[
 
 
 def test_the_header_s_spec_is_the_spec() -> None:
-    for arch, spec in GOLDEN_KERNELS:
-        found = re.search(r"^//   spec +(\{.+\})$", render.render(kernel_of(spec, arch)), re.M)
-        assert found is not None and AttentionSpec.model_validate_json(found[1]) == spec
+    for kernel in GOLDENS.values():
+        found = re.search(r"^//   spec +(\{.+\})$", render.render(kernel), re.M)
+        assert found is not None and AttentionSpec.model_validate_json(found[1]) == kernel.spec
 
 
 def test_nothing_of_the_machine_enters(tmp_path: Path) -> None:
@@ -238,6 +261,8 @@ def test_swizzle_has_no_bank_conflicts(chunks: int, addresses: dict[int, list[li
         ("sm86", AttentionSpec(head_dim=256, dtype="fp16", causal=True)),
         ("sm90+ptx", AttentionSpec(head_dim=128, window=True, softcap=True)),
         ("sm120", AttentionSpec(head_dim=72, head_dim_v=136, dropout=True, alibi=True)),
+        ("sm89", AttentionSpec(head_dim=256, softcap=True, backward=True, deterministic=True)),
+        ("sm90", AttentionSpec(head_dim=104, head_dim_v=40, **dict.fromkeys((*FEATURES, "backward"), True))),
     ],
 )
 def test_a_cuda_compiler_takes_it(arch: str, spec: AttentionSpec) -> None:
@@ -245,8 +270,8 @@ def test_a_cuda_compiler_takes_it(arch: str, spec: AttentionSpec) -> None:
         toolchain.find_cuda_compiler()
     except ToolchainError as error:
         pytest.skip(str(error))
-    kernel = kernel_of(spec, arch)
-    (artifact,) = build.build([kernel])
-    assert artifact.source.read_text() == render.render(kernel)
-    if not kernel.arch.ptx_only:
-        assert artifact.resources is not None and 0 < artifact.resources.registers <= 255
+    kernels = kernels_of(spec, arch)
+    for kernel, artifact in zip(kernels, build.build(kernels), strict=True):
+        assert artifact.source.read_text() == render.render(kernel)
+        if not kernel.arch.ptx_only:
+            assert artifact.resources is not None and 0 < artifact.resources.registers <= 255

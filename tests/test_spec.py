@@ -23,8 +23,8 @@ from fagen.spec import MAX_HEAD_DIM, AttentionSpec
 
 def key(spec: AttentionSpec, arch: Arch) -> str:
     """Digest of the kernel of `spec`, with a compiler that is always the same."""
-    (kernel,) = plan(spec, arch)
-    return cache.digest(render(kernel), ("-std=c++17",), arch.sm, "compiler 1.0")
+    text = "".join(render(kernel) for kernel in plan(spec, arch))
+    return cache.digest(text, ("-std=c++17",), arch.sm, "compiler 1.0")
 
 
 @given(specs(), specs())
@@ -52,7 +52,7 @@ def test_slug_is_a_file_name_that_shows_what_is_on(spec: AttentionSpec) -> None:
     words = spec.slug.split("_")
     assert spec.slug.replace("_", "").isalnum() and spec.slug == spec.slug.lower()
     assert words[0] == f"hdim{spec.head_dim}" and spec.dtype in words
-    assert {name for name in FEATURES if name in words} == set(spec.features)
+    assert {name for name in (*FEATURES, "backward", "deterministic") if name in words} == set(spec.features)
 
 
 @given(spec_fields())
@@ -123,7 +123,7 @@ def test_every_multiple_of_8_is_served(head_dim: int) -> None:
         ({"head_dim": 64, "causal": 1}, "causal=1: .*boolean"),
         ({"head_dim": 64, "softcap": 50.0}, r"softcap=50\.0: .*boolean"),
         ({"head_dim": 64, "varlen": True}, "varlen=True is not served: .*packed sequences"),
-        ({"head_dim": 64, "backward": True}, "backward=True is not served: .*gradients"),
+        ({"head_dim": 64, "deterministic": True}, "deterministic=True is about gradients: .*backward=True"),
         ({"head_dim": 64, "dtype": "int8", "causal": "yes"}, "dtype='int8'.*; causal='yes'"),
     ],
 )

@@ -41,6 +41,12 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "memory");
 }
 
+__device__ __forceinline__ float ld_shared_f32(u32 addr) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
+    return v;
+}
+
 // >>> ptx/global.cuh
 // Global memory. Every access that is not an asynchronous copy goes through these.
 
@@ -63,6 +69,12 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
+}
+
+__device__ __forceinline__ void ld_global_b128(u32 (&v)[4], const void* ptr) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(ptr));
 }
 
 // >>> ptx/ldmatrix.cuh
@@ -164,6 +176,7 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // One block computes o and lse of TILE_M queries of one head. It walks over the keys that they see in tiles of TILE_N,
 // from the last to the first, with a running softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 
+// >>> common/params.cuh.j2
 struct Params {
     const u16* q;  // (B, Sq, Hq, D), strides in elements below
     const u16* k;  // (B, Sk, Hk, D)
@@ -182,15 +195,16 @@ struct Params {
     i64 o_batch_stride;
     i64 o_row_stride;
     i64 o_head_stride;
+    float softcap_inner;  // 32 / 3 * softmax_scale / softcap
+    float softcap_log2;  // softcap * log2(e)
     int seqlen_q;
     int seqlen_k;
     int heads_q;
     int group_size;  // query heads that share a head of k and v
-    float softcap_inner;  // 32 / 3 * softmax_scale / softcap
-    float softcap_log2;  // softcap * log2(e)
 };
 static_assert(sizeof(Params) == 160, "Params differs from what the caller packs");
 
+// >>> common/sizes.cuh.j2
 constexpr int HEAD_DIM = 256;
 constexpr int HEAD_DIM_V = 256;
 constexpr int TILE_M = 128;  // queries a block
@@ -202,14 +216,15 @@ constexpr int BLOCKS_PER_SM = 1;
 constexpr int MMA_M = 16, MMA_N = 8, MMA_K = 16;  // one product: m16n8k16
 constexpr int CHUNK = 8, CHUNK_BYTES = 16;        // elements and bytes of one copy
 
-constexpr int DIM_STEPS = (HEAD_DIM + MMA_K - 1) / MMA_K;      // steps of Q K^T, the last padded with zeros
-constexpr int DIM_V_STEPS = (HEAD_DIM_V + MMA_K - 1) / MMA_K;  // pairs of column fragments of O, likewise
+constexpr int DIM_STEPS = (HEAD_DIM + MMA_K - 1) / MMA_K;      // 16-column steps of Q and K, the last padded with zeros
+constexpr int DIM_V_STEPS = (HEAD_DIM_V + MMA_K - 1) / MMA_K;  // of V and O, likewise
 constexpr int QK_CHUNKS = DIM_STEPS * MMA_K / CHUNK;           // chunks a row of Q and K
 constexpr int V_CHUNKS = DIM_V_STEPS * MMA_K / CHUNK;          // of V and O
 
 constexpr int WARP_M = TILE_M / WARPS;    // query rows a warp
 constexpr int M_FRAGS = WARP_M / MMA_M;   // row fragments a warp
-constexpr int S_FRAGS = TILE_N / MMA_N;   // column fragments of S
+constexpr int WARP_N = TILE_N;            // keys a warp and step
+constexpr int S_FRAGS = WARP_N / MMA_N;   // column fragments of S
 constexpr int KV_STEPS = TILE_N / MMA_K;  // steps of P V
 static_assert(TILE_M % (WARPS * MMA_M) == 0 && TILE_N % MMA_K == 0, "tiles are whole fragments");
 
@@ -332,8 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
     }
     bool settled = false;  // the references of the warp are so close to the bound on scores that they need not move
-    bool far = false;  // some reference of the warp is so far from 0 that its product with the scale rounds too coarsely
-    const int row0 = m0 + warp * WARP_M + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
+    const int warp_row0 = m0 + warp * WARP_M;
+    const int row0 = warp_row0 + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
 
     if (n_first <= n_last) {
         load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, 0, seqlen_q - m0);
@@ -342,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 
     for (int n = n_last; n >= n_first; --n) {
-        const int n0 = n * TILE_N;
+        const int warp_col0 = n * TILE_N;       // a warp has all columns of the tile,
+        const int col0 = warp_col0 + 2 * quad;  // and this lane in fragment (j, c): col0 + j * MMA_N + c
         cp_async_wait<0>();
         __syncthreads();  // K of this tile (and first Q) has landed for all; all have read the V of the last
         load_v(n);
@@ -413,14 +429,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
         // >>> common/mask.cuh.j2
         // Only tiles at an edge of what this warp sees are masked; -inf, since any finite value could be a score.
-        const int position0 = m0 + warp * WARP_M + offset;  // of the warp's first row
-        if (n0 + TILE_N > seqlen_k || n0 + TILE_N - 1 > position0) {
+        if (warp_col0 + WARP_N > seqlen_k || warp_col0 + WARP_N - 1 > warp_row0 + offset) {
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int position = row0 + m * MMA_M + r * 8 + offset;
-                    const int last = min(seqlen_k - 1, position) - n0 - 2 * quad;
+                    const int last = min(seqlen_k - 1, position) - col0;
 #pragma unroll
                     for (int j = 0; j < S_FRAGS; ++j) {
 #pragma unroll
@@ -479,11 +494,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         }
                     }
                 }
-                far = false;
-#pragma unroll
-                for (int m = 0; m < M_FRAGS; ++m)
-                    far |= fmaxf(fabsf(row_max[m][0]), fabsf(row_max[m][1])) * params.softcap_log2 > 1024.0f;
-                far = __any_sync(FULL_WARP, far);
                 settled = true;  // probabilities of at most 2^14 are finite in fp16 too
 #pragma unroll
                 for (int m = 0; m < M_FRAGS; ++m)
@@ -493,23 +503,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
 
         // P = exp(S - reference), in place
-        // One fused multiply-add a score. Far from 0 the rounding of reference * scale would show (at 1e11 the maximum itself
-        // would not come out as exp(0)), so there the difference is taken first.
-        if (far) {
-#pragma unroll
-            for (int m = 0; m < M_FRAGS; ++m) {
-#pragma unroll
-                for (int j = 0; j < S_FRAGS; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) S_rmem[m][j][e] -= row_max[m][e / 2] == NEG_INF ? 0.0f : row_max[m][e / 2];
-                }
-            }
-        }
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float reference = far || row_max[m][r] == NEG_INF ? 0.0f : row_max[m][r] * params.softcap_log2;
+                const bool zero = row_max[m][r] == NEG_INF;
+                const float reference = zero ? 0.0f : row_max[m][r] * params.softcap_log2;
 #pragma unroll
                 for (int j = 0; j < S_FRAGS; ++j) {
 #pragma unroll

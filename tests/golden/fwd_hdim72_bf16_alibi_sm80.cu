@@ -41,6 +41,12 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "memory");
 }
 
+__device__ __forceinline__ float ld_shared_f32(u32 addr) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
+    return v;
+}
+
 // >>> ptx/global.cuh
 // Global memory. Every access that is not an asynchronous copy goes through these.
 
@@ -63,6 +69,12 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
+}
+
+__device__ __forceinline__ void ld_global_b128(u32 (&v)[4], const void* ptr) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(ptr));
 }
 
 // >>> ptx/ldmatrix.cuh
@@ -164,7 +176,11 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // One block computes o and lse of TILE_M queries of one head. It walks over the keys that they see in tiles of TILE_N,
 // from the last to the first, with a running softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 
+// >>> common/params.cuh.j2
 struct Params {
+    const float* alibi_slopes;
+    i64 alibi_batch_stride;
+    i64 alibi_head_stride;
     const u16* q;  // (B, Sq, Hq, D), strides in elements below
     const u16* k;  // (B, Sk, Hk, D)
     const u16* v;  // (B, Sk, Hk, Dv)
@@ -182,9 +198,6 @@ struct Params {
     i64 o_batch_stride;
     i64 o_row_stride;
     i64 o_head_stride;
-    const float* alibi_slopes;
-    i64 alibi_batch_stride;
-    i64 alibi_head_stride;
     int seqlen_q;
     int seqlen_k;
     int heads_q;
@@ -193,6 +206,7 @@ struct Params {
 };
 static_assert(sizeof(Params) == 184, "Params differs from what the caller packs");
 
+// >>> common/sizes.cuh.j2
 constexpr int HEAD_DIM = 72;
 constexpr int HEAD_DIM_V = 72;
 constexpr int TILE_M = 128;  // queries a block
@@ -204,14 +218,15 @@ constexpr int BLOCKS_PER_SM = 2;
 constexpr int MMA_M = 16, MMA_N = 8, MMA_K = 16;  // one product: m16n8k16
 constexpr int CHUNK = 8, CHUNK_BYTES = 16;        // elements and bytes of one copy
 
-constexpr int DIM_STEPS = (HEAD_DIM + MMA_K - 1) / MMA_K;      // steps of Q K^T, the last padded with zeros
-constexpr int DIM_V_STEPS = (HEAD_DIM_V + MMA_K - 1) / MMA_K;  // pairs of column fragments of O, likewise
+constexpr int DIM_STEPS = (HEAD_DIM + MMA_K - 1) / MMA_K;      // 16-column steps of Q and K, the last padded with zeros
+constexpr int DIM_V_STEPS = (HEAD_DIM_V + MMA_K - 1) / MMA_K;  // of V and O, likewise
 constexpr int QK_CHUNKS = DIM_STEPS * MMA_K / CHUNK;           // chunks a row of Q and K
 constexpr int V_CHUNKS = DIM_V_STEPS * MMA_K / CHUNK;          // of V and O
 
 constexpr int WARP_M = TILE_M / WARPS;    // query rows a warp
 constexpr int M_FRAGS = WARP_M / MMA_M;   // row fragments a warp
-constexpr int S_FRAGS = TILE_N / MMA_N;   // column fragments of S
+constexpr int WARP_N = TILE_N;            // keys a warp and step
+constexpr int S_FRAGS = WARP_N / MMA_N;   // column fragments of S
 constexpr int KV_STEPS = TILE_N / MMA_K;  // steps of P V
 static_assert(TILE_M % (WARPS * MMA_M) == 0 && TILE_N % MMA_K == 0, "tiles are whole fragments");
 
@@ -334,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             row_sum[m][r] = 0.0f;
         }
     }
-    const int row0 = m0 + warp * WARP_M + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
+    const int warp_row0 = m0 + warp * WARP_M;
+    const int row0 = warp_row0 + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
 
     // >>> mods/alibi.cuh.j2
     constexpr float LOG2E = 1.4426950408889634f;
@@ -349,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 
     for (int n = n_last; n >= n_first; --n) {
-        const int n0 = n * TILE_N;
+        const int warp_col0 = n * TILE_N;       // a warp has all columns of the tile,
+        const int col0 = warp_col0 + 2 * quad;  // and this lane in fragment (j, c): col0 + j * MMA_N + c
         const u32 stage = (n_last - n) & 1;
         cp_async_wait<0>();
         __syncthreads();  // K and V of this tile have landed for all; all have read the other stage
@@ -389,9 +406,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 for (int e = 0; e < 4; ++e) {
                     float& score = S_rmem[m][j][e];
                     [[maybe_unused]] const int row = row0 + m * MMA_M + e / 2 * 8;
-                    [[maybe_unused]] const int col = n0 + 2 * quad + j * MMA_N + e % 2;
+                    [[maybe_unused]] const int col = col0 + j * MMA_N + e % 2;
                     // Only the first term is converted, once a row; the difference of the two is exact in float32.
-                    const float distance = static_cast<float>(row + offset - n0 - 2 * quad) - static_cast<float>(j * MMA_N + e % 2);
+                    const float distance = static_cast<float>(row + offset - col0) - static_cast<float>(j * MMA_N + e % 2);
                     score = score * params.softmax_scale_log2 - alibi_slope_log2 * fabsf(distance);
                 }
             }
@@ -399,12 +416,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
         // >>> common/mask.cuh.j2
         // Only tiles at an edge of what this warp sees are masked; -inf, since any finite value could be a score.
-        if (n0 + TILE_N > seqlen_k) {
+        if (warp_col0 + WARP_N > seqlen_k) {
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int last = seqlen_k - 1 - n0 - 2 * quad;
+                    const int last = seqlen_k - 1 - col0;
 #pragma unroll
                     for (int j = 0; j < S_FRAGS; ++j) {
 #pragma unroll
@@ -461,7 +478,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float reference = row_max[m][r] == NEG_INF ? 0.0f : row_max[m][r];
+                const bool zero = row_max[m][r] == NEG_INF;
+                const float reference = zero ? 0.0f : row_max[m][r];
 #pragma unroll
                 for (int j = 0; j < S_FRAGS; ++j) {
 #pragma unroll
