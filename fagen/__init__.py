@@ -12,6 +12,9 @@ _HOMES = {
     "AttentionSpec": "fagen.spec",
     "Attention": "fagen.ops",
     "load": "fagen.ops",
+    "flash_attn_func": "fagen.interface",
+    "flash_attn_kvpacked_func": "fagen.interface",
+    "flash_attn_qkvpacked_func": "fagen.interface",
     "FagenError": "fagen.errors",
     "SpecError": "fagen.errors",
     "ToolchainError": "fagen.errors",
@@ -30,11 +33,15 @@ __all__ = [
     "SpecError",
     "ToolchainError",
     "__version__",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "load",
 ]
 
 if TYPE_CHECKING:
     from fagen.errors import BuildError, CacheError, FagenError, LaunchError, SpecError, ToolchainError
+    from fagen.interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from fagen.ops import Attention, load
     from fagen.spec import AttentionSpec
 
