@@ -1,4 +1,4 @@
-"""The judge itself: what `compare_o`, `compare_lse` and `check` let pass and what they do not."""
+"""The judge itself: what `compare_o`, `compare_lse`, `compare_gradient` and `check` let pass and what they do not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, GRADIENTS
 from torch import Tensor
 
-from fagen import ops
-from fagen.check import Case, check, compare_lse, compare_o, flash_error, lay_out
+from fagen import ops, reference
+from fagen.check import (
+    Case,
+    check,
+    compare_gradient,
+    compare_gradients,
+    compare_lse,
+    compare_o,
+    flash_error,
+    flash_gradient_errors,
+    lay_out,
+    poisoned_memory,
+)
 from fagen.errors import LaunchError, SpecError
 from fagen.spec import AttentionSpec
 
@@ -105,11 +116,103 @@ def test_empty_outputs_pass_and_other_shapes_do_not() -> None:
         compare_o(torch.zeros(1, 3, 2, 8), torch.zeros(1, 2, 3, 8), BUDGET)
 
 
+# ---------------------------------------------------------------- gradients
+
+GRADIENT_BUDGET = 1e-2
+
+
+@pytest.fixture
+def gradient() -> Tensor:
+    """(2, 30, 4, 16), of which the first five rows take no part."""
+    x = torch.randn(2, 30, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[:, :5] = 0
+    return x
+
+
+SEEN = torch.arange(30) >= 5
+
+
+def test_a_rounded_gradient_passes(gradient: Tensor) -> None:
+    result = compare_gradient(gradient.bfloat16(), gradient, GRADIENT_BUDGET, SEEN)
+    assert result.passed and 0 < result.error < 0.3 * GRADIENT_BUDGET
+    assert compare_gradient(gradient.half(), gradient, 1.5e-3, SEEN).passed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 5.0])
+def test_a_wrong_element_of_a_gradient_is_named(gradient: Tensor, value: float) -> None:
+    wrong = gradient.clone()
+    wrong[1, 20, 3, 4] = value
+    result = compare_gradient(wrong, gradient, GRADIENT_BUDGET, SEEN)
+    assert not result.passed and result.worst is not None
+    assert (result.worst.batch, result.worst.head, result.worst.row, result.worst.dim) == (1, 3, 20, 4)
+
+
+def test_a_gradient_that_is_nothing_fails(gradient: Tensor) -> None:
+    for wrong in (torch.zeros_like(gradient), torch.full_like(gradient, math.nan), gradient * 1.02, -gradient):
+        assert not compare_gradient(wrong, gradient, GRADIENT_BUDGET, SEEN).passed
+
+
+def test_rows_that_take_no_part_must_be_exactly_zero(gradient: Tensor) -> None:
+    tiny = gradient.clone()
+    tiny[0, 4, 0, 0] = 1e-30
+    assert not compare_gradient(tiny, gradient, GRADIENT_BUDGET, SEEN).passed
+    nothing = torch.zeros_like(gradient)
+    assert compare_gradient(nothing, nothing, GRADIENT_BUDGET, torch.zeros(30, dtype=torch.bool)).passed
+    assert not compare_gradient(nothing + 1e-30, nothing, GRADIENT_BUDGET, torch.zeros(30, dtype=torch.bool)).passed
+
+
+def test_what_cancels_may_leave_the_rounding_of_float32() -> None:
+    """With one key a row dq and dk are 0, and a kernel that subtracts two float32 sums finds 1e-7."""
+    nothing = torch.zeros(1, 3, 2, 16, dtype=torch.float64)
+    seen = torch.ones(3, dtype=torch.bool)
+    assert compare_gradient(nothing + 1e-7, nothing, 1.5e-3, seen).passed
+    assert not compare_gradient(nothing + 1e-4, nothing, 1.5e-3, seen).passed
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (2, 0), (0, 3), (-1, 1), (1, -1)])
+@pytest.mark.parametrize("seqlens", [(5, 5), (7, 3), (3, 7), (4, 0), (0, 4), (20, 6), (6, 20)])
+def test_which_rows_and_keys_are_seen(causal: bool, window: tuple[int, int], seqlens: tuple[int, int]) -> None:
+    """As the definition says, one pair at a time."""
+    seqlen_q, seqlen_k = seqlens
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    for i in range(seqlen_q):
+        for j in range(seqlen_k):
+            distance = j - (i + seqlen_k - seqlen_q)
+            visible[i, j] = not (
+                (causal and distance > 0)
+                or (window[0] >= 0 and distance < -window[0])
+                or (window[1] >= 0 and distance > window[1])
+            )
+    rows, keys = reference.seen(seqlen_q, seqlen_k, causal=causal, window=window)
+    assert torch.equal(rows, visible.any(1)) and torch.equal(keys, visible.any(0))
+
+
+def test_gradients_are_judged_by_their_names() -> None:
+    case = Case(spec=AttentionSpec(head_dim=16, causal=True, backward=True), seqlen_q=20, seqlen_k=10)
+    inputs, upstream = case.inputs(), case.upstream()
+    dq, dk, dv = case.reference_gradients(inputs, *upstream)
+    assert all(result.passed for result in compare_gradients(case, inputs, (dq, dk, dv), (dq, dk, dv), {}).values())
+    results = compare_gradients(case, inputs, (dq, 1.02 * dk, dv), (dq, dk, dv), {})
+    assert [name for name, result in results.items() if not result.passed] == ["dk"]
+    # Where PyTorch's own kernel loses more, so may this one.
+    results = compare_gradients(case, inputs, (dq, 1.02 * dk, dv), (dq, dk, dv), {"dk": 0.02})
+    assert results["dk"].passed and results["dk"].budget == pytest.approx(0.024)
+    assert flash_gradient_errors(case, inputs, upstream[0], (dq, dk, dv)) == {}  # no word on the CPU
+
+
+def test_poisoned_memory() -> None:
+    with poisoned_memory():
+        assert torch.empty(3).isnan().all() and torch.ones(2).new_empty(5).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 # ---------------------------------------------------------------- cases
 
 
 def test_the_table_names_each_row_once() -> None:
-    assert len({case.id for case in CASES}) == len(CASES)
+    for table in (CASES, GRADIENTS):
+        assert len({case.id for case in table}) == len(table)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
@@ -125,6 +228,15 @@ def test_inputs_are_those_of_the_seed() -> None:
     first, again, other = (Case(spec=spec, seed=seed).inputs() for seed in (3, 3, 4))
     assert torch.equal(first.q, again.q) and torch.equal(first.v, again.v) and not torch.equal(first.q, other.q)
     assert set(first.call) == {"window", "softcap", "alibi_slopes", "dropout_p", "seed"}
+
+
+def test_upstream_gradients_have_the_layout_of_the_case() -> None:
+    case = Case(spec=SPEC, batch=2, heads=4, seqlen_q=5, layout="sliced", lse_gradient=True)
+    d_o, d_lse = case.upstream()
+    assert d_lse is not None and d_o.dtype == torch.bfloat16 and d_lse.dtype == torch.float32
+    assert d_o.shape == (2, 5, 4, 16) and d_lse.shape == (2, 4, 5)
+    assert not d_o.is_contiguous() and not d_lse.is_contiguous()
+    assert not d_o.isnan().any() and not d_lse.isnan().any()
 
 
 def test_flash_has_no_word_on_the_cpu() -> None:
@@ -164,6 +276,39 @@ def test_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.o.worst is not None and result.o.worst.row == 0
 
 
+BACKWARD = AttentionSpec(head_dim=16, causal=True, backward=True)
+
+
+def test_check_of_gradients() -> None:
+    result = check(BACKWARD, emulate=True, batch=1, seqlen_q=33, seqlen_k=20)
+    assert result.passed and list(result.gradients) == ["dq", "dk", "dv"]
+    for comparison in result.gradients.values():
+        assert comparison.passed and 0 < comparison.error <= comparison.budget == GRADIENT_BUDGET
+        assert comparison.worst is not None
+    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert document["gradients"]["dv"]["error"] == result.gradients["dv"].error
+    assert document["gradients"]["dk"]["worst"]["row"] in range(20)
+    assert check(SPEC, emulate=True, batch=1, seqlen_q=5).gradients == {}
+
+
+@pytest.mark.parametrize("wrong", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("lse_too", [False, True])
+def test_check_reports_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, wrong: str, lse_too: bool) -> None:
+    """One of the three, of a loss of o alone or only where lse takes part."""
+    original = torch.autograd.grad
+
+    def grad(outputs: Any, *arguments: Any) -> Any:
+        gradients = list(original(outputs, *arguments))
+        if isinstance(outputs, tuple) == lse_too and gradients[0].dtype == torch.bfloat16:
+            gradients[["dq", "dk", "dv"].index(wrong)] *= 1.05
+        return tuple(gradients)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    result = check(BACKWARD, emulate=True, batch=1, seqlen_q=33, seqlen_k=20)
+    assert not result.passed and result.o.passed
+    assert [name for name, comparison in result.gradients.items() if not comparison.passed] == [wrong]
+
+
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
@@ -180,6 +325,7 @@ def test_check_refuses_sizes_that_cannot_be(sizes: dict[str, int], match: str) -
 
 @pytest.mark.gpu
 def test_check_on_the_gpu() -> None:
-    result = check(AttentionSpec(head_dim=64, causal=True), seqlen_q=512, seqlen_k=512)
+    result = check(AttentionSpec(head_dim=64, causal=True, backward=True), seqlen_q=512, seqlen_k=512)
     assert result.passed and not result.emulated and result.flash_error is not None
     assert result.o.error <= 1.2 * result.flash_error
+    assert set(result.flash_gradient_errors) == set(result.gradients)

@@ -320,6 +320,19 @@ def test_check_says_all_that_one_wants_to_know(run: Fagen) -> None:
     assert result["o"]["error"] <= result["o"]["budget"] and result["o"]["worst"]["dim"] in range(16)
 
 
+def test_check_of_gradients(run: Fagen) -> None:
+    shape = ("--batch", "1", "--seqlen-q", "33", "--seqlen-k", "20")
+    outcome = run("check", *SMALL, "--backward", "--both", "causal", *shape)
+    assert outcome.code == 0, outcome.err
+    for text in ("error of dq", "error of dk", "error of dv", "of 1.00e-02", "key", "fwd_hdim16_bf16_causal_backward"):
+        assert text in outcome.out
+    assert "2 of 2 kernels are right" in outcome.err
+    document = run("check", *SMALL, "--backward", *shape, "--json").document
+    (result,) = document["checks"]
+    assert document["passed"] and list(result["gradients"]) == ["dq", "dk", "dv"]
+    assert result["gradients"]["dq"]["error"] <= result["gradients"]["dq"]["budget"]
+
+
 def test_check_past_the_budget_fails(run: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
     from fagen import check
 

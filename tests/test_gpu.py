@@ -9,11 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_gradients
 import torch
 from cases import CASES
 from test_forward import ORDERS, call
 
-from fagen.check import FLASH_FACTOR, OUTPUT_BUDGET, Case, compare_o, flash_error
+from fagen.check import (
+    FLASH_FACTOR,
+    GRADIENT_BUDGET,
+    OUTPUT_BUDGET,
+    Case,
+    compare_gradient,
+    compare_o,
+    flash_error,
+    flash_gradient_errors,
+)
 from fagen.errors import FagenError
 from fagen.spec import AttentionSpec
 from fagen.toolchain import find_cuda_compiler
@@ -29,6 +39,15 @@ SANITIZED = [
     "hdim72_bf16-b1h2k1-q33k70-sliced",
     "hdim256_bf16-b1h8k4-q2k130",
     *ORDERS[4:],
+]
+SANITIZED_GRADIENTS = [
+    "hdim64_bf16_backward-b1h2k1-q129k127",
+    "hdim64_bf16_causal_backward-b1h2k1-q5k0",
+    "hdim72_bf16_backward-b1h2k1-q33k70-sliced",
+    "hdim72_fp16_backward_deterministic-b1h2k1-q130k65-sliced",
+    "hdim256_bf16_causal_backward-b1h2k1-q40k70",
+    "hdim256_bf16_causal_backward_deterministic-b1h4k2-q65k70",
+    *test_gradients.ORDERS[4:],
 ]
 
 
@@ -48,6 +67,27 @@ def test_error_beside_pytorch_flash(dtype: str, head_dim: int, causal: bool, seq
     assert result.passed, result
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seqlen", [511, 2048])
+def test_error_of_gradients_beside_pytorch_flash(
+    dtype: str, head_dim: int, causal: bool, deterministic: bool, seqlen: int
+) -> None:
+    """dq, dk and dv lose at most 1.2 times what PyTorch's own flash kernel loses on the same inputs."""
+    spec = AttentionSpec(head_dim=head_dim, dtype=dtype, causal=causal, backward=True, deterministic=deterministic)
+    case = Case(spec=spec, batch=2, heads=8, heads_k=2, seqlen_q=seqlen, seqlen_k=seqlen)
+    inputs, (d_o, d_lse) = case.inputs("cuda"), case.upstream("cuda")
+    expected = case.reference_gradients(inputs, d_o, d_lse)
+    flash = flash_gradient_errors(case, inputs, d_o, expected)
+    seen = torch.ones(seqlen, dtype=torch.bool)
+    gradients = test_gradients.call(case, "cuda")[2]
+    for x, ref, (name, error) in zip(gradients, expected, flash.items(), strict=True):
+        result = compare_gradient(x, ref, GRADIENT_BUDGET[dtype], seen)
+        assert result.passed and result.error <= FLASH_FACTOR * error, (name, error, result)
+
+
 @pytest.mark.parametrize("id_", ORDERS)
 def test_the_emulator_computes_what_the_card_does(id_: str) -> None:
     """The same inputs through the same kernel text: apart by less than half of what either may be off from float64."""
@@ -57,6 +97,16 @@ def test_the_emulator_computes_what_the_card_does(id_: str) -> None:
     result = compare_o(card[0].cpu(), emulated[0].double(), budget)
     assert result.passed, result
     torch.testing.assert_close(card[1].cpu(), emulated[1], rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("id_", test_gradients.ORDERS)
+def test_the_emulator_computes_the_gradients_that_the_card_does(id_: str) -> None:
+    case = test_gradients.by_id(id_)
+    emulated, card = test_gradients.call(case, "cpu")[2], test_gradients.call(case, "cuda")[2]
+    for x, y in zip(card, emulated, strict=True):
+        seen = y.ne(0).any(3).any(2).any(0)
+        result = compare_gradient(x.cpu(), y.double(), GRADIENT_BUDGET[case.spec.dtype] / 2, seen)
+        assert result.passed, result
 
 
 @pytest.mark.parametrize("id_", ORDERS)
@@ -82,6 +132,7 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     if "not supported" in probe.stdout + probe.stderr or probe.returncode:
         pytest.skip(f"compute-sanitizer does not work here: {(probe.stdout + probe.stderr)[-500:]}")
     tests = [f"{TESTS / 'test_forward.py'}::test_gpu[{id_}]" for id_ in SANITIZED]
+    tests += [f"{TESTS / 'test_gradients.py'}::test_gpu[{id_}]" for id_ in SANITIZED_GRADIENTS]
     done = subprocess.run(
         [
             *(program, "--tool", tool, "--error-exitcode", "99", "--report-api-errors", "no"),
@@ -96,7 +147,7 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
-    assert f"{len(SANITIZED)} passed" in output, output[-4000:]
+    assert f"{len(tests)} passed" in output, output[-4000:]
 
 
 @pytest.mark.parametrize("id_", ORDERS)

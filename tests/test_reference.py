@@ -214,6 +214,32 @@ def test_empty_inputs(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> N
     assert all(x.grad is not None and x.grad.shape == x.shape and not x.grad.any() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("seqlens", [(3, 4), (4, 2)])
+def test_gradients_by_finite_differences(name: str, seqlens: tuple[int, int]) -> None:
+    """Of o, and of lse where it is finite."""
+    call = FEATURES[name]
+    seen, _ = reference.seen(*seqlens, causal=call.get("causal", False), window=call.get("window", (-1, -1)))
+
+    def results(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = reference.attention(*leaves, **call)
+        return o, lse[:, :, seen]
+
+    leaves = [x.requires_grad_() for x in inputs(2, *seqlens, heads=4, heads_k=2, d=3, dv=2)]
+    assert torch.autograd.gradcheck(results, leaves)
+
+
+def test_gradients_of_many_blocks_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that autograd computes again, dropout and rows that see nothing included."""
+    q, k, v = inputs(seqlen_q=40, seqlen_k=21)
+    d_o, d_lse = torch.randn(2, 40, 4, 6, dtype=F64), torch.randn(2, 4, 40, dtype=F64)
+    call: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "seed": 5}
+    expected = reference.gradients(q, k, v, d_o, d_lse, **call)
+    monkeypatch.setattr(reference, "BLOCK_SCORES", 2 * 4 * 21 * 7)
+    for x, y in zip(reference.gradients(q, k, v, d_o, d_lse, **call), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_gradients_are_those_of_the_formulas(softcap: float | None, dropout_p: float) -> None:
