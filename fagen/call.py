@@ -69,7 +69,9 @@ class Scalars(NamedTuple):
 
     softmax_scale: float
     fields: Mapping[str, Any]
-    tensors: Mapping[str, int]  # fields that hold the address of the value of a modification: its index in Values.tensors()
+    tensors: Mapping[
+        str, int
+    ]  # fields that hold the address of the value of a modification: its index in Values.tensors()
     made: Mapping[str, torch.Tensor]  # fields that hold the address of a tensor which a modification made of its value
 
 

@@ -55,9 +55,7 @@ def _values(
     mod_tensors: Sequence[torch.Tensor | None],
     mod_numbers: Sequence[float],
 ) -> Values:
-    mods = tuple(
-        number if tensor is None else tensor for tensor, number in zip(mod_tensors, mod_numbers, strict=True)
-    )
+    mods = tuple(number if tensor is None else tensor for tensor, number in zip(mod_tensors, mod_numbers, strict=True))
     return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods)  # type: ignore[arg-type]
 
 

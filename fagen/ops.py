@@ -198,7 +198,9 @@ class Attention:
         o, lse, _ = call.forward(q, k, v, tensors, state, _poison)
         return (o, lse) if return_lse else o
 
-    def _mods(self, softcap: float | None, alibi_slopes: torch.Tensor | None, others: dict[str, Any]) -> tuple[Any, ...]:
+    def _mods(
+        self, softcap: float | None, alibi_slopes: torch.Tensor | None, others: dict[str, Any]
+    ) -> tuple[Any, ...]:
         """The values of the spec's modifications, in its order."""
         given = {"softcap": softcap, "alibi_slopes": alibi_slopes, **others}
         for name, argument in self._unwanted:
@@ -258,6 +260,10 @@ class Attention:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise SpecError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise SpecError(
+                "attention has no rules for the transforms of torch.func: call it outside vmap, grad and jvp"
+            )
         if q.device.type != "meta":
             self._check_device(q.device)
             q, k, v = self._autocast(q, k, v)

@@ -140,6 +140,7 @@ class Call:
             d_o = o.new_zeros(o.shape[3]).expand(o.shape)
         elif d_o.stride() != self._o_strides or d_o.data_ptr() % ALIGNMENT:
             d_o = aligned("do", d_o)
+        o, stats = _dense(o), _dense(stats)
         key = (tuple(needed), d_o.stride(), None if d_lse is None else d_lse.stride())
         backward = self._backwards.get(key)
         if backward is None:
@@ -149,7 +150,7 @@ class Call:
             inputs = (q, k, v)
             backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, inputs, needed)
             self._backwards[key] = backward
-        return backward(d_o, d_lse, q, k, v, o.contiguous(), stats, self._extras(tensors, state), poison)
+        return backward(d_o, d_lse, q, k, v, o, stats, self._extras(tensors, state), poison)
 
     def _forward_launch(self, kernel: Kernel) -> Launch:
         sizes = self._sizes
@@ -248,6 +249,13 @@ def _query_tiles(sizes: Sizes, kernel: Kernel) -> int:
 def _contiguous(shape: Sequence[int]) -> torch.Tensor:
     """A tensor of that shape for its strides."""
     return torch.empty(tuple(shape), device="meta")
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as `forward` made it: a hook on saved tensors may have brought back one that lies otherwise."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _poison(*tensors: torch.Tensor | None) -> None:

@@ -73,7 +73,10 @@ def replaced(index: int, make: Callable[[Tensor], Any]) -> list[Any]:
         (replaced(0, lambda x: x[0]), r"q has 3 dimensions; expected \(batch, seqlen, heads, head_dim\)"),
         (replaced(1, lambda x: x.expand(2, -1, -1, -1)), "batches of 1, 2 and 1; they must be equal"),
         (replaced(2, lambda x: x[:, :5]), r"k is \(1, 9, 1\) and v \(1, 5, 1\)"),
-        (replaced(2, lambda x: x.requires_grad_()), r"computes none: AttentionSpec\(\.\.\., backward=True\), or call under torch\.no_grad\(\)"),
+        (
+            replaced(2, lambda x: x.requires_grad_()),
+            r"computes none: AttentionSpec\(\.\.\., backward=True\), or call under torch\.no_grad\(\)",
+        ),
         (replaced(1, lambda x: x.tolist()), "k must be a tensor, got list"),
         (replaced(0, lambda x: x[:, :1].expand(-1, 2**30, -1, -1)), "q has 1073741824 positions; at most"),
     ],
