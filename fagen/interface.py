@@ -44,7 +44,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -96,9 +96,7 @@ def flash_attn_func(
         )
         return (result[0][..., :dim_v], *result[1:]) if return_attn_probs else result[..., :dim_v]
 
-    left, right = window_size
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        left, right = int(left), int(right)
+    left, right = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if right == 0:  # the diagonal bounds, as causal says it
         causal, right = True, -1
     window = left >= 0 or (right >= 0 and not causal)
@@ -148,7 +146,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -178,7 +176,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -214,7 +212,8 @@ def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: Tenso
     with torch.no_grad():
         p = reference.attention(q, k, identity, return_lse=False, **values).transpose(1, 2)
         p = p / p.amax(3, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        keep = reference.dropout_mask(*seed.tolist(), batch, heads, seqlen_q, seqlen_k, dropout_p, q.device)
+        first, offset = seed.tolist()
+        keep = reference.dropout_mask(first, offset, batch, heads, seqlen_q, seqlen_k, dropout_p, q.device)
         return torch.where(keep, p, -p).to(q.dtype)
 
 
@@ -236,7 +235,7 @@ def _derive(key: _Key) -> Attention:
     return _ATTENTIONS.setdefault(key, Attention(spec))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _attribute(key: _Key) -> str:
     """Where _TRACED has the Attention of a key. torch.compile calls this as it is, and does not trace it."""
     attention = _ATTENTIONS.get(key) or _derive(key)

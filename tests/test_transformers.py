@@ -165,23 +165,24 @@ def test_patterns(no_fallback: None, name: str) -> None:
         stop = asked["kv_offset"] + asked["kv_length"]
         valid = torch.nn.functional.pad(asked["attention_mask"], (0, stop))[:, stop - asked["q_length"] : stop]
         assert torch.equal(counted, valid)
+    else:
+        assert torch.equal(counted, asked["attention_mask"].any(1, keepdim=True).expand_as(counted))
     error = (o.double() - expected)[counted].norm() / expected[counted].norm()
     assert error <= OUTPUT_BUDGET["bf16"]
 
 
 PACKED = torch.tensor([[0] * 11 + [1] * 29, [0] * 40, [0] * 20 + [1] + [2] * 19])
+POSITIONS = torch.stack([torch.cat([torch.arange(int(n)) for n in row.bincount()]) for row in PACKED])
+REMAPS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def packed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The mask function that transformers makes of position_ids that start anew."""
-    positions = torch.stack([torch.cat([torch.arange(int(n)) for n in row.bincount()]) for row in PACKED])
-    within = masking_utils.remap_positions_for_packed_sequence(function, positions)
+    within = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
     return masking_utils.and_masks(within, masking_utils.packed_sequence_mask_function(PACKED))
 
 
-@pytest.mark.skipif(
-    not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="an older version of transformers"
-)
+@pytest.mark.skipif(not REMAPS, reason="an older version of transformers")
 @pytest.mark.parametrize("function", [CAUSAL, sliding(6)], ids=["causal", "sliding"])
 def test_sequences_side_by_side(no_fallback: None, function: Callable[..., Any]) -> None:
     asked = request(packed(function), 40, 40)
@@ -203,10 +204,12 @@ NOT_EXPRESSIBLE = {
     ),
     "a lambda": request(lambda b, h, i, j: j <= i + 3, 40, 40),
     "two windows": request(masking_utils.and_masks(sliding(6), masking_utils.sliding_window_overlay(3)), 40, 40),
-    "packed and padded": request(packed(CAUSAL), 40, 40, attention_mask=LEFT)
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence")
-    else request(lambda b, h, i, j: j <= i, 40, 40),
 }
+if REMAPS:
+    NOT_EXPRESSIBLE |= {
+        "packed and padded": request(packed(CAUSAL), 40, 40, attention_mask=LEFT),
+        "other positions": request(masking_utils.remap_positions_for_packed_sequence(CAUSAL, POSITIONS), 40, 40),
+    }
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

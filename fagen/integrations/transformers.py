@@ -279,12 +279,13 @@ def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         yield "all", None
     else:
         kind, name = _closures().get(getattr(function, "__code__", None), ("unknown", ""))
-        value = inspect.getclosurevars(function).nonlocals[name] if name else None
-        if kind in ("and", "remap"):
-            if kind == "remap":
-                yield kind, None
-            for part in value if kind == "and" else (value,):
+        value: Any = inspect.getclosurevars(function).nonlocals[name] if name else None
+        if kind == "and":
+            for part in value:
                 yield from _parts(part)
+        elif kind == "remap":
+            yield kind, None
+            yield from _parts(value)
         else:
             yield kind, value
 

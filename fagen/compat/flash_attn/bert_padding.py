@@ -55,7 +55,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse: tokens (T, ...) at their indices (T,) of a flattened batch, zeros elsewhere."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def _take(hidden_states: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
