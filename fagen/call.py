@@ -173,7 +173,7 @@ def philox_state(seed: int | torch.Tensor | None, device: torch.device) -> torch
     Nothing comes from the host but numbers in launches, so that a captured CUDA graph draws anew at each replay.
     """
     if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
     if isinstance(seed, torch.Tensor):
         if seed.shape != (2,) or seed.dtype != torch.int64 or seed.device != device or not seed.is_contiguous():
             raise SpecError(

@@ -36,7 +36,6 @@ class Kernel:
                 _LOADED[key] = CudaKernel(artifact.binary, kernel_plan.entry, device, kernel_plan.smem_bytes)
         self.plan = kernel_plan
         self.artifact = artifact
-        self.device = device
         self.loaded = _LOADED[key]
 
 
@@ -77,11 +76,11 @@ class Launch:
         for slot, tensor in zip(self._slots, tensors, strict=True):
             if tensor is not None:
                 words[slot] = tensor.data_ptr()
-        loaded, device = self.kernel.loaded, self.kernel.device
+        loaded = self.kernel.loaded
         if isinstance(loaded, CudaKernel):
             address = ctypes.addressof(words)
             words[0] = address + 8
-            loaded.launch_at(self.grid, self._threads, address, current_stream(device))
+            loaded.launch_at(self.grid, self._threads, address, current_stream(loaded.device))
             return
         ranges = [
             (tensor.data_ptr(), _extent_bytes(tensor), writable)

@@ -29,6 +29,7 @@ class CudaKernel:
             self._function = _check(driver.cuModuleGetFunction(self._module, entry.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(self._function, attribute, smem_bytes))
+        self.device = device
         self._smem_bytes = smem_bytes
         self._handle = int(self._context)
         # Looked up once: a launch is a matter of a microsecond.

@@ -14,6 +14,7 @@ import torch
 
 from fagen.call import Values, check_tensors, stats_shape
 from fagen.errors import SpecError
+from fagen.prepared import Saved
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _forward(
     return o, lse, lse.new_empty(0) if stats is None else stats
 
 
-@torch.library.register_fake("fagen::forward")
+@torch.library.register_fake("fagen::forward")  # type: ignore[untyped-decorator]
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, arch: str, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,12 +94,12 @@ def _backward(
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     *given, state, needed = rest
-    values = _values(*given)
-    gradients = _attention(spec, arch)._gradients(needed, d_o, d_lse, q, k, v, o, stats, values, state)
+    saved = Saved(q, k, v, o, stats)
+    gradients = _attention(spec, arch)._gradients(needed, d_o, d_lse, saved, _values(*given), state)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-@torch.library.register_fake("fagen::backward")
+@torch.library.register_fake("fagen::backward")  # type: ignore[untyped-decorator]
 def _fake_backward(
     d_o: torch.Tensor | None,
     d_lse: torch.Tensor | None,

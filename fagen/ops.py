@@ -20,7 +20,7 @@ from fagen.kernels import Kernel
 from fagen.mods import MODS
 from fagen.operators import SECOND_DERIVATIVE
 from fagen.plan import KernelPlan
-from fagen.prepared import MOST, Call, Gradients
+from fagen.prepared import MOST, Call, Gradients, Saved
 from fagen.spec import AttentionSpec
 
 log = logging.getLogger("fagen")
@@ -56,6 +56,10 @@ class Attention:
         self._unwanted = tuple((mod.name, mod.argument) for mod in MODS if mod not in spec.mods)
         self._backward = spec.backward
         self._dropout = spec.dropout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also by pickle in another process, builds and loads anew what the cache there lacks."""
+        return _restored, (self.spec, None if self._arch is None else self._arch.name, self.emulate)
 
     def prepare(self) -> None:
         """Builds and loads the kernels for the device that calls will most likely use."""
@@ -142,17 +146,20 @@ class Attention:
         """o = softmax(modified scores) v, as SEMANTICS defines it.
 
         q: (B, Sq, Hq, D), k: (B, Sk, Hk, D), v: (B, Sk, Hk, Dv) in the spec's dtype, on one device, any strides with a
-        contiguous last dimension. Tensors whose rows are not 16-byte aligned are copied first.
+        contiguous last dimension. Tensors whose rows are not 16-byte aligned are copied first. Under autocast they are
+        cast to the spec's dtype.
         softmax_scale: default D ** -0.5.
         softcap: the cap, with spec.softcap.
         window: (left, right) keys beside a query's own position, -1 for no bound, with spec.window.
         alibi_slopes: float32 (Hq,) or (B, Hq), with spec.alibi.
-        dropout_p: probability in [0, 1), with spec.dropout; seed: an integer that fixes the mask, else PyTorch's
-        generator of the device draws one.
+        dropout_p: probability in [0, 1), with spec.dropout; seed: an integer that fixes the mask, or int64 (2,) on the
+        device, (seed, offset), else PyTorch's generator of the device draws both: under a captured CUDA graph anew at
+        each replay.
         values_of_mods: by its argument, the value of any other score modification that the spec has.
 
         Returns o (B, Sq, Hq, Dv), with return_lse also lse (B, Hq, Sq) float32, natural logarithm, of the undropped
-        scores; -inf and o = 0 for a row that sees nothing.
+        scores; -inf and o = 0 for a row that sees nothing. With spec.backward both have gradients in q, k and v, those
+        that need one; not in alibi_slopes, and no second derivatives.
 
         Raises SpecError for tensors or values that do not fit the spec, a value for a feature that it lacks, and a
         feature without its value; LaunchError where the launch fails.
@@ -194,7 +201,11 @@ class Attention:
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         ):
             self._check_differentiable()
-            return _Attention.apply(self, call, return_lse, _poison, q, k, v, state, *tensors)  # type: ignore[no-any-return]
+            result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+            result = _Attention.apply(  # type: ignore[no-untyped-call]
+                self, call, return_lse, _poison, q, k, v, state, *tensors
+            )
+            return result
         o, lse, _ = call.forward(q, k, v, tensors, state, _poison)
         return (o, lse) if return_lse else o
 
@@ -320,26 +331,26 @@ class Attention:
         needed: Sequence[bool],
         d_o: torch.Tensor | None,
         d_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        stats: torch.Tensor,
+        saved: Saved,
         values: Values,
         state: torch.Tensor | None,
         poison: bool = False,
     ) -> Gradients:
         """(dq, dk, dv), each None unless needed, of tensors that need not be aligned."""
-        q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
+        q, k, v = aligned("q", saved.q), aligned("k", saved.k), aligned("v", saved.v)
         call = self._lookup(q, k, v, values)
-        return call.gradients(needed, d_o, d_lse, q, k, v, o, stats, values.tensors(), state, poison)
+        return call.gradients(needed, d_o, d_lse, saved._replace(q=q, k=k, v=v), values.tensors(), state, poison)
+
+
+def _restored(spec: AttentionSpec, arch: str | None, emulate: bool | None) -> Attention:
+    return Attention(spec, arch=arch, emulate=emulate)
 
 
 class _Attention(torch.autograd.Function):
     """Autograd in eager mode, without the time that a way through torch.library would take."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         attention: Attention,
         call: Call,
@@ -358,34 +369,39 @@ class _Attention(torch.autograd.Function):
         return (o, lse) if return_lse else o
 
     @staticmethod
-    def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None = None) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[4:7]
         q, k, v, o, stats, state, *tensors = ctx.saved_tensors
         gradients: Gradients = (None, None, None)
         if d_o is not None or d_lse is not None:
-            inputs = (needed, d_o, d_lse, q, k, v, o, stats)
-            if torch.is_grad_enabled():
-                gradients = _Once.apply(ctx, state, tensors, *inputs)
-            else:
-                gradients = _backward(ctx, state, tensors, *inputs)
+            backward = _Once.apply if torch.is_grad_enabled() else _backward
+            gradients = backward(ctx, needed, state, tensors, d_o, d_lse, q, k, v, o, stats)
         return (None, None, None, None, *gradients, None, *(None for _ in tensors))
 
 
-def _backward(ctx: Any, state: torch.Tensor | None, tensors: Sequence[torch.Tensor], *inputs: Any) -> Gradients:
-    _, _, _, q, k, v, _, _ = inputs
+def _backward(
+    ctx: Any,
+    needed: Sequence[bool],
+    state: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor],
+    d_o: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    *inputs: torch.Tensor,
+) -> Gradients:
     call: Call = ctx.call
-    # A hook on saved tensors may have brought back others of the same values.
-    if call.fits(q, k, v):
-        return call.gradients(*inputs, tensors, state, ctx.poison)
+    saved = Saved(*inputs)
+    if call.fits(saved.q, saved.k, saved.v):
+        return call.gradients(needed, d_o, d_lse, saved, tensors, state, ctx.poison)
+    # A hook on saved tensors has brought back others of the same values.
     attention: Attention = ctx.attention
-    return attention._gradients(*inputs, call.values.with_tensors(tensors), state, ctx.poison)
+    return attention._gradients(needed, d_o, d_lse, saved, call.values.with_tensors(tensors), state, ctx.poison)
 
 
 class _Once(torch.autograd.Function):
     """The backward where it is to be differentiated too: the gradients, and an error behind them."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Gradients:  # type: ignore[override]
+    def forward(ctx: Any, *arguments: Any) -> Gradients:
         return _backward(*arguments)
 
     @staticmethod

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fagen.arch.tiles import BackwardTile, LinearTile
 from fagen.call import (
     ALIGNMENT,
     Sizes,
@@ -27,6 +28,16 @@ MOST = 256  # prepared calls that are kept, and backwards of each
 _DELTA_LANES = 8  # threads that share a row in the kernel of delta
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Saved(NamedTuple):
+    """What the backward takes of the forward: its inputs and what it returned, but for lse."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    stats: torch.Tensor
 
 
 class Call:
@@ -120,19 +131,16 @@ class Call:
         needed: Sequence[bool],
         d_o: torch.Tensor | None,
         d_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        stats: torch.Tensor,
+        saved: Saved,
         tensors: Sequence[torch.Tensor],
         state: torch.Tensor | None,
         poison: bool,
     ) -> Gradients:
-        """(dq, dk, dv), contiguous, each None unless needed, for q, k and v that fit and what `forward` returned.
+        """(dq, dk, dv), contiguous, each None unless needed, for q, k and v that fit.
 
         `d_o`, of any strides, or None: o was not used. `d_lse`, of any strides, or None: lse was not used.
         """
+        q, k, v, o, stats = saved
         if self._launch is None or self._sizes.seqlen_k == 0:
             dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needed, strict=True))
             return dq, dk, dv
@@ -147,10 +155,9 @@ class Call:
             if len(self._backwards) >= MOST:
                 self._backwards.clear()
             fields = self._fields | strides("d_o", d_o) | strides_by_head("d_lse", d_lse)
-            inputs = (q, k, v)
-            backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, inputs, needed)
+            backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, saved, needed)
             self._backwards[key] = backward
-        return backward(d_o, d_lse, q, k, v, o, stats, self._extras(tensors, state), poison)
+        return backward(d_o, d_lse, Saved(q, k, v, o, stats), self._extras(tensors, state), poison)
 
     def _forward_launch(self, kernel: Kernel) -> Launch:
         sizes = self._sizes
@@ -176,11 +183,11 @@ class _Backward:
         sizes: Sizes,
         fields: Mapping[str, Any],
         extra_names: Sequence[str],
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        saved: Saved,
         needed: Sequence[bool],
     ) -> None:
         need_q, need_k, need_v = self._needed = tuple(needed)
-        for name, x in zip(("d_q", "d_k", "d_v"), inputs, strict=True):
+        for name, x in zip(("d_q", "d_k", "d_v"), saved[:3], strict=True):
             fields = {**fields, **strides(name, _contiguous(x.shape))}
         self._delta_shape = stats_shape(sizes)[:3]
         rows = ("q", "k", "v", "d_o", "stats", "delta")
@@ -196,6 +203,7 @@ class _Backward:
             grid = math.prod(self._delta_shape) // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
             self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta"))
         if need_k or need_v or not self._deterministic:
+            assert isinstance(main.plan.tile, BackwardTile)
             grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // main.plan.tile.tile_n)
             dq_sum = [] if self._deterministic else ["dq_sum"]
             self._main = Launch(main, grid, fields, (*rows, "d_k", "d_v", *dq_sum, *extra_names))
@@ -211,14 +219,11 @@ class _Backward:
         self,
         d_o: torch.Tensor,
         d_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        stats: torch.Tensor,
+        saved: Saved,
         extras: Sequence[torch.Tensor],
         poison: bool,
     ) -> Gradients:
+        q, k, v, o, stats = saved
         device = q.device
         need_q, need_k, need_v = self._needed
         dq = torch.empty(q.shape, dtype=q.dtype, device=device) if need_q else None
@@ -243,7 +248,9 @@ class _Backward:
 
 
 def _query_tiles(sizes: Sizes, kernel: Kernel) -> int:
-    return sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // kernel.plan.tile.tile_m)
+    tile = kernel.plan.tile
+    assert not isinstance(tile, LinearTile)
+    return sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // tile.tile_m)
 
 
 def _contiguous(shape: Sequence[int]) -> torch.Tensor:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import enum
+import os
+import pickle
 import re
 import shutil
 import threading
@@ -14,7 +19,7 @@ import torch
 from torch import Tensor
 
 import fagen
-from fagen import build, ops, reference, render
+from fagen import build, kernels, launch, ops, reference, render
 from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
 from fagen.errors import CacheError, LaunchError, SpecError
 from fagen.spec import AttentionSpec
@@ -175,6 +180,14 @@ def test_where_a_kernel_runs(plain: fagen.Attention, monkeypatch: pytest.MonkeyP
     assert plain.kernel("cpu").arch.name == "sm80" and plain.artifact("cpu").target == "emulate"
 
 
+def test_copies(full: fagen.Attention) -> None:
+    """A module that holds one can be copied and pickled."""
+    expected = full(*tensors(), **VALUES)
+    for copied in (copy.deepcopy(full), pickle.loads(pickle.dumps(full))):
+        assert copied.spec == FULL and copied.emulate and copied.kernel("cpu") == full.kernel("cpu")
+        assert torch.equal(copied(*tensors(), **VALUES), expected)
+
+
 # What is built once, and again
 
 
@@ -293,3 +306,127 @@ def test_a_broken_template_is_a_build_error_and_the_cache_stays_sound(fresh_cach
             fagen.load(PLAIN, arch="sm80", emulate=True)
     path.write_text(before)
     assert torch.equal(fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors()), good)
+
+
+# Launches, with a driver that only takes notes
+
+
+class Driver:
+    """Stands in for cuda.bindings.driver: contexts are numbers, and every call is noted."""
+
+    class CUresult(enum.IntEnum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701
+
+    class CUfunction_attribute(enum.Enum):
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self) -> None:
+        self.contexts = [0]  # none
+        self.result = self.CUresult.CUDA_SUCCESS
+        self.launches: list[dict[str, Any]] = []
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        return (self.CUresult.CUDA_SUCCESS,)
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, 100 + device
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, self.contexts[-1]
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, module
+
+    def cuFuncSetAttribute(self, *arguments: Any) -> tuple[Any, ...]:
+        return (self.CUresult.CUDA_SUCCESS,)
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, self.contexts[-1]
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        self.contexts.append(context)
+        return (self.CUresult.CUDA_SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, self.contexts.pop()
+
+    def cuGetErrorString(self, error: Any) -> tuple[Any, ...]:
+        return self.CUresult.CUDA_SUCCESS, b"too many resources requested for launch"
+
+    def cuLaunchKernel(self, function: int, *rest: Any) -> tuple[Any, ...]:
+        *grid_and_block, smem, stream, pointers, _ = rest
+        params = ctypes.c_uint64.from_address(ctypes.c_uint64.from_address(pointers).value).value
+        assert self.contexts[-1] == function  # a function of a context that is not current cannot be launched
+        self.launches.append(
+            {"context": function, "sizes": grid_and_block, "smem": smem, "stream": stream, "first": params}
+        )
+        return (self.result,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(launch, "_bindings", lambda: fake)
+    return fake
+
+
+@pytest.mark.parametrize("current", [0, 100, 101])
+def test_a_launch_leaves_the_context_as_it_was(driver: Driver, tmp_path: Path, current: int) -> None:
+    """Whether the thread has none, the kernel's own or another device's, and also where the driver refuses (N24)."""
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(b"")
+    driver.contexts = [current]
+    kernels_of = [launch.CudaKernel(binary, "entry", device, smem_bytes=48) for device in (1, 0)]
+    assert driver.contexts == [current]
+    for device, kernel in zip((1, 0), kernels_of, strict=True):
+        kernel.launch(grid=7, threads=128, params=(5 + device).to_bytes(8, "little"), stream=9)
+        assert driver.contexts == [current]
+        assert driver.launches.pop() == {
+            "context": 100 + device,
+            "sizes": [7, 1, 1, 128, 1, 1],
+            "smem": 48,
+            "stream": 9,
+            "first": 5 + device,
+        }
+    driver.result = driver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    for kernel in kernels_of:
+        with pytest.raises(LaunchError, match="CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested"):
+            kernel.launch(grid=7, threads=128, params=bytes(8), stream=9)
+    assert driver.contexts == [current]
+    for grid in (0, 2**31):
+        with pytest.raises(LaunchError, match=f"{grid} blocks in one launch"):
+            kernels_of[0].launch(grid=grid, threads=128, params=bytes(8), stream=9)
+
+
+def test_kernels_and_streams_are_those_of_the_tensors_device(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N24, B14: two cards of different capability, the second not current."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((8, 0), (9, 0))[device])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "find_or_build", lambda plans, emulate: [FakeArtifact(plan.slug) for plan in plans])
+    monkeypatch.setattr(kernels, "_LOADED", {})
+    monkeypatch.setattr(kernels, "current_stream", lambda device: 50 + device)
+    attention = fagen.Attention(PLAIN)
+    for device, arch in (("cuda:1", "sm90"), ("cuda:0", "sm80"), ("cuda", "sm80")):
+        assert attention.kernel(device).arch.name == arch
+        index = torch.device(device).index or 0
+        kernel = attention.kernels(device)["fwd"]
+        fields = kernel.plan.params.fields
+        pointers = [field.name for field in fields if field.ctype.endswith("*")]
+        call = kernels.Launch(kernel, 3, {field.name: 1 for field in fields}, pointers)
+        tensor = torch.zeros(1)
+        call(tensor, *[None] * (len(pointers) - 1))
+        launched = driver.launches.pop()
+        assert launched["context"] == 100 + index and launched["stream"] == 50 + index
+        assert launched["first"] == tensor.data_ptr()
+
+
+class FakeArtifact:
+    """An artifact with an empty binary."""
+
+    def __init__(self, slug: str) -> None:
+        self.directory = Path(slug)
+        self.binary = Path(os.devnull)
