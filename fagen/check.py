@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from fagen.ops import Attention
+    from fagen.plan import KernelPlan
 
 Layout = Literal["contiguous", "transposed", "sliced", "expanded"]
 FlashErrors = dict[str, float]  # of PyTorch's flash kernel, by the name of the gradient; empty where it cannot say
@@ -311,9 +312,7 @@ def poisoned_memory() -> Iterator[None]:
 def flash_error(case: Case, inputs: Inputs, expected: Tensor) -> float | None:
     """||x - ref|| / ||ref|| of o of PyTorch's own flash kernel on these inputs; None where it cannot say."""
     call = _flash_call(case, inputs)
-    if call is None or not expected.numel():
-        return None
-    return _relative_error(call.o, expected)
+    return None if call is None else _relative_error(call.o, expected)
 
 
 def flash_gradient_errors(
@@ -322,11 +321,11 @@ def flash_gradient_errors(
     """||x - ref|| / ||ref|| of dq, dk and dv of PyTorch's own flash kernel; empty where it cannot say. Its gradients of
     the query heads that share a head are summed in float64: what that loses in 16 bits is not its kernel's doing."""
     call = None if case.lse_gradient else _flash_call(case, inputs, grad=True)
-    if call is None or not all(x.numel() for x in expected):
+    if call is None:
         return {}
     dq, dk, dv = torch.autograd.grad(call.o, (call.q, call.k, call.v), d_o)
     shape = (case.batch, case.heads_k, case.heads // case.heads_k, case.seqlen_k, case.spec.head_dim)
-    dk, dv = (x.double().view(shape).sum(2) for x in (dk, dv))
+    dk, dv = (x.double().reshape(shape).sum(2) for x in (dk, dv))
     values = {"dq": dq.transpose(1, 2), "dk": dk.transpose(1, 2), "dv": dv.transpose(1, 2)}
     return {name: _relative_error(x, ref) for (name, x), ref in zip(values.items(), expected, strict=True)}
 
@@ -350,7 +349,8 @@ def _flash_call(case: Case, inputs: Inputs, grad: bool = False) -> _FlashCall | 
         expressible = False
     if max(case.batch, case.heads) > 65535:  # its launch puts each in a grid dimension of its own
         expressible = False
-    if not expressible or inputs.q.device.type != "cuda" or not case.seqlen_k:
+    empty = not (case.batch and case.seqlen_q and case.seqlen_k)
+    if not expressible or empty or inputs.q.device.type != "cuda":
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -371,7 +371,7 @@ class CheckResult:
     """What `check` found. The fields of `shape` are batch, heads, heads_k, seqlen_q and seqlen_k."""
 
     spec: AttentionSpec
-    slug: str  # of the kernel
+    slug: str  # of the main kernel: the backward's, if the spec has one
     arch: str
     device: str  # the card's name, or "CPU (emulated)"
     emulated: bool
@@ -385,6 +385,7 @@ class CheckResult:
     first_values: list[float]  # of o, from the first element on
     first_reference: list[float]
     seconds: float  # one call: the median of several on a GPU, without the build
+    backward_seconds: float | None  # its gradients, likewise
     smem_bytes: int  # dynamic shared memory a block
     passed: bool
 
@@ -433,8 +434,13 @@ def check(
     flash = flash_error(case, inputs, expected_o)
     budget = max(OUTPUT_BUDGET[spec.dtype], FLASH_FACTOR * (flash or 0.0))
     result_o, result_lse = compare_o(o, expected_o, budget), compare_lse(lse, expected_lse)
-    gradients, flash_gradients = _check_gradients(case, attention, inputs) if spec.backward else ({}, {})
-    kernel = attention.kernel(device)
+    gradients: dict[str, Comparison] = {}
+    flash_gradients: FlashErrors = {}
+    backward_seconds = None
+    if spec.backward:
+        gradients, flash_gradients = _check_gradients(case, attention, inputs)
+        backward_seconds = _backward_seconds(case, attention, inputs)
+    kernel = main_kernel([kernel.plan for kernel in attention.kernels(device).values()])
     return CheckResult(
         spec=spec,
         slug=kernel.slug,
@@ -451,9 +457,30 @@ def check(
         first_values=o.flatten()[:FIRST_VALUES].tolist(),
         first_reference=expected_o.flatten()[:FIRST_VALUES].tolist(),
         seconds=seconds,
+        backward_seconds=backward_seconds,
         smem_bytes=kernel.smem_bytes,
         passed=all(result.passed for result in (result_o, result_lse, *gradients.values())),
     )
+
+
+def main_kernel(kernels: Sequence[KernelPlan]) -> KernelPlan:
+    """Of the kernels of a spec the one that has all of its features: the backward's, if it has one."""
+    return next(kernel for kernel in kernels if kernel.kind == ("bwd" if kernels[0].spec.backward else "fwd"))
+
+
+def _backward_seconds(case: Case, attention: Attention, inputs: Inputs) -> float:
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    d_o, _ = case.upstream(inputs.q.device)
+    o = attention(*leaves, **inputs.call)
+
+    def backward() -> Any:
+        return torch.autograd.grad(o, leaves, d_o, retain_graph=True)
+
+    if inputs.q.device.type == "cuda":
+        return _seconds_on_gpu(backward)
+    start = time.perf_counter()
+    backward()
+    return time.perf_counter() - start
 
 
 def _check_gradients(case: Case, attention: Attention, inputs: Inputs) -> tuple[dict[str, Comparison], FlashErrors]:

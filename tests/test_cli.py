@@ -324,11 +324,20 @@ def test_check_of_gradients(run: Fagen) -> None:
     shape = ("--batch", "1", "--seqlen-q", "33", "--seqlen-k", "20")
     outcome = run("check", *SMALL, "--backward", "--both", "causal", *shape)
     assert outcome.code == 0, outcome.err
-    for text in ("error of dq", "error of dk", "error of dv", "of 1.00e-02", "key", "fwd_hdim16_bf16_causal_backward"):
+    for text in (
+        "error of dq",
+        "error of dk",
+        "error of dv",
+        "of 1.00e-02",
+        "key",
+        "bwd_hdim16_bf16_causal_backward",
+        "gradients",
+    ):
         assert text in outcome.out
     assert "2 of 2 kernels are right" in outcome.err
-    document = run("check", *SMALL, "--backward", *shape, "--json").document
+    document = run("check", *SMALL, "--backward", "--deterministic", *shape, "--json").document
     (result,) = document["checks"]
+    assert result["spec"]["deterministic"] and result["slug"] == "bwd_hdim16_bf16_backward_deterministic_sm80"
     assert document["passed"] and list(result["gradients"]) == ["dq", "dk", "dv"]
     assert result["gradients"]["dq"]["error"] <= result["gradients"]["dq"]["budget"]
 

@@ -43,7 +43,7 @@ class Backend:
         self.device = "cuda" if name == "gpu" else "cpu"
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.to(self.device) for x in (q, k, v))
+        q, k, v = (to_device(x, self.device) for x in (q, k, v))
         if self.name == "reference":
             o, lse = reference.attention(q, k, v, causal=spec.causal, **call)
         else:
@@ -63,9 +63,9 @@ class Backend:
         **call: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of a loss with these gradients of o and lse, None for zeros."""
-        q, k, v = (x.to(self.device) for x in (q, k, v))
         d_o = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype) if d_o is None else d_o
-        d_o, d_lse = d_o.to(self.device), None if d_lse is None else d_lse.to(self.device)
+        q, k, v, d_o = (to_device(x, self.device) for x in (q, k, v, d_o))
+        d_lse = None if d_lse is None else to_device(d_lse, self.device)
         if self.name == "reference":
             gradients = reference.gradients(q, k, v, d_o, d_lse, causal=spec.causal, **call)
         else:
@@ -76,6 +76,14 @@ class Backend:
             assert x.shape == like.shape and not x.isnan().any()
         dq, dk, dv = (x.cpu().double() for x in gradients)
         return dq, dk, dv
+
+
+def to_device(x: Tensor, device: str) -> Tensor:
+    """x with its strides and what lies between, which `Tensor.to` leaves behind."""
+    if x.device.type == device or not x.numel():
+        return x.to(device)
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def with_backward(spec: AttentionSpec) -> AttentionSpec:
@@ -499,14 +507,14 @@ def test_n20_default_scale_of_72(run: Backend) -> None:
     assert_lse(lse, 72 * 0.11785113019775793)
 
 
-def far_apart(rows: int, stride: int, seed: int) -> Tensor:
-    """(1, rows, 2, 64) with `stride` elements from row to row, of which the system hands out only what is touched."""
+def far_apart(x: Tensor, stride: int) -> Tensor:
+    """x (1, S, H, D) with `stride` elements from row to row, of which the system hands out only what is touched."""
+    _, rows, heads, dim = x.shape
     try:
-        parent = torch.empty((rows - 1) * stride + 128, dtype=torch.bfloat16)
+        parent = torch.empty((rows - 1) * stride + heads * dim, dtype=x.dtype)
     except RuntimeError:
         pytest.skip("not enough address space")
-    view = parent.as_strided((1, rows, 2, 64), ((rows - 1) * stride + 128, stride, 64, 1))
-    return view.copy_(normal("bf16", 1, rows, 2, 64, seed=seed))
+    return parent.as_strided(x.shape, (parent.numel(), stride, dim, 1)).copy_(x)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -516,11 +524,7 @@ def test_n21_strides_past_32_bits(run: Backend, deterministic: bool) -> None:
     q, k, v = (normal("bf16", 1, 3, 2, 64, seed=seed) for seed in range(3))
     d_o = normal("bf16", 1, 3, 2, 64, seed=3)
     expected = run.gradients(spec, q, k, v, d_o)
-    far = far_apart(3, 2**30, 3)
-    if run.device == "cuda":
-        parent = torch.empty(2 * 2**30 + 128, dtype=torch.bfloat16, device="cuda")
-        far = parent.as_strided(far.shape, far.stride()).copy_(d_o)
-    gradients = run.gradients(spec, q, k, v, far)
+    gradients = run.gradients(spec, q, k, v, far_apart(d_o, 2**30))
     for x, y in zip(gradients, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,8 +11,9 @@ from fagen import build as builder
 from fagen.cli import output
 from fagen.cli.options import ArchOption, EmulateOption, JsonOption
 from fagen.cli.specs import takes_specs
-from fagen.cli.targets import plans
+from fagen.cli.targets import resolve_archs
 from fagen.errors import LaunchError
+from fagen.plan import plan
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -42,8 +44,9 @@ def check(
 
     Exit code 1 where one is past its budget or stops with a fault.
     """
-    # Kernels that several specs share are built once. A check is of all that a spec needs; the forward stands for it.
-    kernels = list(dict.fromkeys(plans(specs, arch)))
+    # Kernels that several specs share are built once.
+    plans = [plan(spec, target) for spec, target in itertools.product(specs, resolve_archs(arch))]
+    kernels = list(dict.fromkeys(itertools.chain.from_iterable(plans)))
     import torch  # not before the flags are known to be right
 
     from fagen import check as checker
@@ -52,9 +55,8 @@ def check(
     with output.progress("compiling", len(kernels)) as step:
         builder.build(kernels, emulate=emulated, on_done=lambda artifact: step(artifact.slug))
     sizes = {"batch": batch, "heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    checks = [kernel for kernel in kernels if kernel.kind == "fwd"]
     documents, passed = [], 0
-    for kernel in checks:
+    for kernel in (checker.main_kernel(kernels_of_spec) for kernels_of_spec in plans):
         try:
             result = checker.check(kernel.spec, arch=kernel.arch.name, emulate=emulated, seed=seed, **sizes)
         except LaunchError as error:
@@ -67,10 +69,10 @@ def check(
         if not as_json:
             _print(result)
     if as_json:
-        output.emit({"passed": passed == len(checks), "checks": documents})
-    elif len(checks) > 1:
-        output.note(f"{passed} of {len(checks)} kernels are right")
-    if passed < len(checks):
+        output.emit({"passed": passed == len(plans), "checks": documents})
+    elif len(plans) > 1:
+        output.note(f"{passed} of {len(plans)} kernels are right")
+    if passed < len(plans):
         raise typer.Exit(1)
 
 
@@ -92,7 +94,10 @@ def _print(result: CheckResult) -> None:
         _add(rows, name, comparison)
         if name in result.flash_gradient_errors:
             _add_flash(rows, result.flash_gradient_errors[name])
-    rows.add_row("time", output.duration(result.seconds))
+    time = output.duration(result.seconds)
+    if result.backward_seconds is not None:
+        time += f", its gradients {output.duration(result.backward_seconds)}"
+    rows.add_row("time", time)
     rows.add_row("shared", f"{output.size(result.smem_bytes)} a block")
     rows.add_row("result", "[green]right[/]" if result.passed else "[bold red]past the budget[/]")
     console = output.console()
