@@ -628,8 +628,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                delta[m][r] = ld_shared_f32(delta_smem + (warp_s_row + group + m * MMA_M + r * 8) * sizeof(float));
+            for (int r = 0; r < 2; ++r) {
+                // The lse of a row that sees nothing is -inf, and what a loss makes of that may be NaN.
+                const float row_delta =
+                    ld_shared_f32(delta_smem + (warp_s_row + group + m * MMA_M + r * 8) * sizeof(float));
+                delta[m][r] = log2_sum[m][r] == -NEG_INF ? 0.0f : row_delta;
+            }
         }
 
         // >>> common/dropout.cuh.j2

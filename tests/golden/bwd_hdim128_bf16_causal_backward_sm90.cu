@@ -453,14 +453,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u32 P_smem = K_smem + P_OFFSET;
     const u32 dS_smem = K_smem + DS_OFFSET;
 
+    // Queries before the first that sees these keys become zeros, so that 0 * NaN does not arise.
     auto load_queries = [&](int head, int m0, u32 stage) {
         const u16* q = params.q + batch * params.q_batch_stride + head * params.q_head_stride + m0 * params.q_row_stride;
         const u16* d_o =
             params.d_o + batch * params.d_o_batch_stride + head * params.d_o_head_stride + m0 * params.d_o_row_stride;
         const u32 Q_smem = K_smem + STAGE_OFFSET + stage * STAGE_BYTES;
-        load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, 0, seqlen_q - m0);
-        load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(Q_smem + Q_BYTES, d_o, params.d_o_row_stride, 0, seqlen_q - m0);
-        // Both are padded to whole tiles, with values that give P = 0.
+        load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, query_begin - m0,
+                                                       seqlen_q - m0);
+        load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(Q_smem + Q_BYTES, d_o, params.d_o_row_stride,
+                                                        query_begin - m0, seqlen_q - m0);
+        // Padded to whole tiles, with values that give P = 0.
         const i64 row0 = (batch * heads_q + head) * padded_q + m0;
         const int thread = threadIdx.x;
         if (thread < STATS_BYTES / CHUNK_BYTES)
@@ -489,8 +492,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (first_head < last_head) {
         const u16* k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride + n0 * params.k_row_stride;
         const u16* v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride + n0 * params.v_row_stride;
-        load_tile<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(K_smem, k, params.k_row_stride, 0, seqlen_k - n0);
-        load_tile<TILE_N, V_CHUNKS, HEAD_DIM_V / CHUNK>(V_smem, v, params.v_row_stride, 0, seqlen_k - n0);
+        constexpr int first_key = 0;
+        load_tile<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(K_smem, k, params.k_row_stride, first_key, seqlen_k - n0);
+        load_tile<TILE_N, V_CHUNKS, HEAD_DIM_V / CHUNK>(V_smem, v, params.v_row_stride, first_key, seqlen_k - n0);
         load_queries(first_head, m_first * TILE_M, 0);
     }
 
@@ -591,8 +595,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                delta[m][r] = ld_shared_f32(delta_smem + (warp_s_row + group + m * MMA_M + r * 8) * sizeof(float));
+            for (int r = 0; r < 2; ++r) {
+                // The lse of a row that sees nothing is -inf, and what a loss makes of that may be NaN.
+                const float row_delta =
+                    ld_shared_f32(delta_smem + (warp_s_row + group + m * MMA_M + r * 8) * sizeof(float));
+                delta[m][r] = log2_sum[m][r] == -NEG_INF ? 0.0f : row_delta;
+            }
         }
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
