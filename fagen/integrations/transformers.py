@@ -34,6 +34,8 @@ __all__ = ["Pattern", "Span", "attention", "mask", "register"]
 
 log = logging.getLogger("fagen")
 
+_WARNED: set[str] = set()
+
 # Arguments that change what attention computes, and that no kernel knows. A model that passes one gets an error.
 _UNSERVED = {
     "s_aux": "attention sinks",
@@ -75,6 +77,7 @@ class Pattern:
         return self.causal or self.window != (-1, -1)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # closures and values of tensors say it: not in a graph
 def mask(
     *,
     batch_size: int,
@@ -118,17 +121,18 @@ def _pattern(
         return None
     if packed is None and attention_mask is None:
         return pattern
-    if torch.compiler.is_compiling() or (packed is not None and attention_mask is not None):
-        return None  # a graph does not know the values of tensors, which say where sequences start and end
+    if packed is not None and attention_mask is not None:
+        return None
     if packed is not None:
         spans = _runs(packed) if packed.shape == (batch_size, kv_length) else None
     else:
         assert attention_mask is not None
         valid = functional.pad(attention_mask, (0, max(kv_offset + kv_length - attention_mask.shape[1], 0)))
         spans = _one_run_each(valid[:, kv_offset : kv_offset + kv_length])
-        if spans is not None and all((span.start, span.stop) == (0, kv_length) for span in spans):
-            return pattern
-    return None if spans is None else replace(pattern, spans=spans)
+    if spans is None:
+        return None
+    whole = all((span.start, span.stop) == (0, kv_length) for span in spans)
+    return pattern if whole else replace(pattern, spans=spans)
 
 
 def attention(
@@ -241,10 +245,11 @@ def _pattern_without_mask(
     return Pattern(causal)
 
 
-@cache
 def _warn(message: str) -> None:
-    """Once a process."""
-    log.warning(message)
+    """Once a process, and not while a graph is traced."""
+    if not torch.compiler.is_compiling() and message not in _WARNED:
+        _WARNED.add(message)
+        log.warning(message)
 
 
 # Recognition. transformers builds masks out of functions of (batch, head, query, key); the closures say which.
