@@ -363,7 +363,7 @@ class _Attention(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         o, lse, stats = call.forward(q, k, v, tensors, state, poison)
-        ctx.attention, ctx.call, ctx.poison = attention, call, poison
+        ctx.of_call = attention, call, poison
         ctx.save_for_backward(q, k, v, o, stats, state, *tensors)
         ctx.set_materialize_grads(False)
         return (o, lse) if return_lse else o
@@ -376,7 +376,7 @@ class _Attention(torch.autograd.Function):
         if d_o is not None or d_lse is not None:
             backward = _Once.apply if torch.is_grad_enabled() else _backward
             gradients = backward(ctx, needed, state, tensors, d_o, d_lse, q, k, v, o, stats)
-        return (None, None, None, None, *gradients, None, *(None for _ in tensors))
+        return (None, None, None, None, *gradients, None, *[None] * len(tensors))
 
 
 def _backward(
@@ -388,13 +388,14 @@ def _backward(
     d_lse: torch.Tensor | None,
     *inputs: torch.Tensor,
 ) -> Gradients:
-    call: Call = ctx.call
+    attention: Attention
+    call: Call
+    attention, call, poison = ctx.of_call
     saved = Saved(*inputs)
     if call.fits(saved.q, saved.k, saved.v):
-        return call.gradients(needed, d_o, d_lse, saved, tensors, state, ctx.poison)
+        return call.gradients(needed, d_o, d_lse, saved, tensors, state, poison)
     # A hook on saved tensors has brought back others of the same values.
-    attention: Attention = ctx.attention
-    return attention._gradients(needed, d_o, d_lse, saved, call.values.with_tensors(tensors), state, ctx.poison)
+    return attention._gradients(needed, d_o, d_lse, saved, call.values.with_tensors(tensors), state, poison)
 
 
 class _Once(torch.autograd.Function):
