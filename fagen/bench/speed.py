@@ -143,6 +143,8 @@ def measure(row: Row, *, arch: str | None = None, samples: int = 30) -> Result:
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (row.batch, row.seqlen, row.heads, row.head_dim)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for tensor in (q, k, v):
+        tensor.requires_grad_(row.backward)
     contestants = {OURS: _ours(row.spec, arch, q, k, v)}
     if row.softcap:
         contestants[PLAIN] = _ours(replace(row, softcap=False).spec, arch, q, k, v)
@@ -273,8 +275,6 @@ def _backward(name: str, forward: Callable[[], Any], inputs: tuple[torch.Tensor,
     """A call that computes the gradients of `inputs`, after one forward; it returns that of q."""
     import torch
 
-    for tensor in inputs:
-        tensor.requires_grad_()
     o = _first_call(name, forward)
     if o is None:
         return lambda: _refuse(name)
