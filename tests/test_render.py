@@ -200,6 +200,12 @@ def test_nothing_of_the_machine_enters(tmp_path: Path) -> None:
     assert str(ROOT) not in shown.stdout and str(tmp_path) not in shown.stdout
 
 
+def test_a_modification_has_a_backward_where_it_says_so() -> None:
+    for mod in MODS:
+        fragment = render.environment().get_template(f"mods/{mod.name}.cuh.j2").module
+        assert hasattr(fragment, "backward") == mod.differentiable
+
+
 def test_an_undefined_name_is_an_error() -> None:
     with pytest.raises(jinja2.UndefinedError, match="tile_k"):
         render.environment().from_string("{{ tile_k }}").render()
