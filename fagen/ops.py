@@ -206,8 +206,8 @@ class Attention:
                 self, call, return_lse, _poison, q, k, v, state, *tensors
             )
             return result
-        o, lse, _ = call.forward(q, k, v, tensors, state, _poison)
-        return (o, lse) if return_lse else o
+        o, lse, _ = call.forward(q, k, v, tensors, state, _poison, return_lse, False)
+        return o if lse is None else (o, lse)
 
     def _mods(
         self, softcap: float | None, alibi_slopes: torch.Tensor | None, others: dict[str, Any]
@@ -324,7 +324,9 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(o, lse, stats), without autograd; stats with spec.backward only."""
         q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
-        return self._lookup(q, k, v, values).forward(q, k, v, values.tensors(), state, False)
+        o, lse, stats = self._lookup(q, k, v, values).forward(q, k, v, values.tensors(), state, False)
+        assert lse is not None
+        return o, lse, stats
 
     def _gradients(
         self,
@@ -362,11 +364,11 @@ class _Attention(torch.autograd.Function):
         state: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        o, lse, stats = call.forward(q, k, v, tensors, state, poison)
+        o, lse, stats = call.forward(q, k, v, tensors, state, poison, return_lse)
         ctx.of_call = attention, call, poison
         ctx.save_for_backward(q, k, v, o, stats, state, *tensors)
         ctx.set_materialize_grads(False)
-        return (o, lse) if return_lse else o
+        return o if lse is None else (o, lse)
 
     @staticmethod
     def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None = None) -> tuple[Any, ...]:

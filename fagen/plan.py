@@ -26,14 +26,16 @@ _FORWARD_FIELDS = (
     Field("k", "const u16*", "(B, Sk, Hk, D)"),
     Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
     Field("o", "u16*", "(B, Sq, Hq, Dv)"),
-    Field("lse", "float*", "(B, Hq, Sq), contiguous"),
+    Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
     *_strides("q", "k", "v", "o"),
     Field("seqlen_q", "int"),
     Field("seqlen_k", "int"),
     Field("heads_q", "int"),
     Field("group_size", "int", "query heads that share a head of k and v"),
 )
-_STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum, for the backward")
+_STATS_FIELD = Field(
+    "stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null"
+)
 _GRADIENT_FIELDS = (
     Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
     Field("k", "const u16*", "(B, Sk, Hk, D)"),

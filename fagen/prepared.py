@@ -105,8 +105,10 @@ class Call:
         tensors: Sequence[torch.Tensor],
         state: torch.Tensor | None,
         poison: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(o, lse, stats) of tensors that fit; stats with spec.backward only.
+        want_lse: bool = True,
+        want_stats: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(o, lse, stats) of tensors that fit; what is not wanted is None, as are stats without spec.backward.
 
         `tensors` are the values of modifications that are tensors, in order. `poison` fills what is returned with NaN
         before the launch.
@@ -114,14 +116,14 @@ class Call:
         device = self.device
         like_q = self._o_is_like_q  # half the time of the other
         o = torch.empty_like(q) if like_q else torch.empty(self._o_shape, dtype=self._dtype, device=device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device) if want_lse else None
         stats = None
-        if self._stats_shape is not None:
+        if self._stats_shape is not None and want_stats:
             stats = torch.empty(self._stats_shape, dtype=torch.float32, device=device)
         if poison:
             _poison(o, lse, stats)
         if self._launch is not None:
-            outputs = (o, lse) if stats is None else (o, lse, stats)
+            outputs = (o, lse) if self._stats_shape is None else (o, lse, stats)
             if self._extra_names:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
             else:

@@ -56,9 +56,7 @@ class Row:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            head_dim=self.head_dim, causal=self.causal, softcap=self.softcap, backward=self.backward
-        )
+        return AttentionSpec(head_dim=self.head_dim, causal=self.causal, softcap=self.softcap, backward=self.backward)
 
 
 @dataclass(frozen=True)

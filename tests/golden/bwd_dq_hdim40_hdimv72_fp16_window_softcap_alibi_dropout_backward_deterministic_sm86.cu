@@ -449,8 +449,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u64 philox_offset = ld_global_b64(params.philox_state + 1);
 
     if (n_first < n_end) {
-        load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, 0, seqlen_q - m0);
-        load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(dO_smem, d_o, params.d_o_row_stride, 0, seqlen_q - m0);
+        // Queries that see nothing become zeros, so that 0 * NaN does not arise.
+        const int first_query = -offset - params.window_right - m0;
+        load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, first_query, seqlen_q - m0);
+        load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(dO_smem, d_o, params.d_o_row_stride, first_query, seqlen_q - m0);
         // Both are padded to whole tiles, with values that give P = 0.
         const i64 statistics_row = batch_head * padded_q + m0;
         const int thread = threadIdx.x;

@@ -185,7 +185,7 @@ struct Params {
     const u16* k;  // (B, Sk, Hk, D)
     const u16* v;  // (B, Sk, Hk, Dv)
     u16* o;  // (B, Sq, Hq, Dv)
-    float* lse;  // (B, Hq, Sq), contiguous
+    float* lse;  // (B, Hq, Sq), contiguous; null where it is not wanted
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
@@ -198,7 +198,7 @@ struct Params {
     i64 o_batch_stride;
     i64 o_row_stride;
     i64 o_head_stride;
-    float* stats;  // (B, Hq, Sq padded to 128, 2): reference and log2 of the sum, for the backward
+    float* stats;  // (B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null
     const u64* philox_state;  // seed, offset
     float softcap_inner;  // 32 / 3 * softmax_scale / softcap
     float softcap_log2;  // softcap * log2(e)
@@ -621,12 +621,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             // A row that sees nothing has o = 0 and lse = -inf.
             const float factor = sum == 0.0f ? 0.0f : params.keep_scale / sum;
             const int row = row0 + m * MMA_M + r * 8;
-            if (quad == 0 && row < seqlen_q) {
+            if (params.lse && quad == 0 && row < seqlen_q) {
                 const float log2_sum = row_max[m][r] + log2_approx(sum);
                 st_global_f32(params.lse + lse_row0 + row, sum == 0.0f ? NEG_INF : log2_sum * LN2);
             }
             // Rows of the tile past the last too: the infinity makes their probabilities 0 in the backward.
-            if (quad == 0) {
+            if (params.stats && quad == 0) {
                 float* stats = params.stats + 2 * (static_cast<i64>(batch_head) * ((seqlen_q + 127) / 128 * 128) + row);
                 const bool empty = sum == 0.0f || row >= seqlen_q;
                 // Far from 0 the two stay apart, since their sum would lose the smaller.

@@ -182,7 +182,7 @@ struct Params {
     const u16* k;  // (B, Sk, Hk, D)
     const u16* v;  // (B, Sk, Hk, Dv)
     u16* o;  // (B, Sq, Hq, Dv)
-    float* lse;  // (B, Hq, Sq), contiguous
+    float* lse;  // (B, Hq, Sq), contiguous; null where it is not wanted
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
@@ -525,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             // A row that sees nothing has o = 0 and lse = -inf.
             const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
             const int row = row0 + m * MMA_M + r * 8;
-            if (quad == 0 && row < seqlen_q) {
+            if (params.lse && quad == 0 && row < seqlen_q) {
                 const float log2_sum = row_max[m][r] * params.softmax_scale_log2 + log2_approx(sum);
                 st_global_f32(params.lse + lse_row0 + row, sum == 0.0f ? NEG_INF : log2_sum * LN2);
             }
