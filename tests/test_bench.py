@@ -41,7 +41,8 @@ def test_compile_rows() -> None:
     assert {row.arch for row in rows if row.spec} == {"sm90"}
     cold = [row for row in rows if row.kind == "build" and not row.warm and not row.emulate]
     assert {row.spec.head_dim for row in cold if row.spec} == {64, 128, 256}
-    assert all((row.goal, row.goal_ratio) == (1.5, 5.0) for row in cold)
+    assert all((row.goal, row.goal_ratio) == (1.5, 5.0) for row in cold if row.spec and not row.spec.backward)
+    assert [row.goal for row in cold if row.spec and row.spec.backward] == [4.0]
     assert {row.kind for row in rows if row.warm} == {"build", "load"} and any(row.emulate for row in rows)
 
 

@@ -79,6 +79,7 @@ def jobs(arch: str = "sm80") -> tuple[Job, ...]:
     """The rows: the variants of the compile-time table that exist."""
     plain = AttentionSpec(head_dim=128)
     full = AttentionSpec(head_dim=128, causal=True, softcap=True)
+    gradients = AttentionSpec(head_dim=128, causal=True, softcap=True, backward=True)
 
     def cold(name: str, spec: AttentionSpec) -> Job:
         return Job(name, "build", spec, arch, goal=1.5, goal_ratio=5.0)
@@ -88,6 +89,7 @@ def jobs(arch: str = "sm80") -> tuple[Job, ...]:
         cold("build, d128", plain),
         cold("build, d256", AttentionSpec(head_dim=256)),
         cold("build, d64", AttentionSpec(head_dim=64)),
+        Job("build, d128 causal softcap, forward and backward", "build", gradients, arch, goal=4.0),
         Job("build --emulate, d128 causal softcap", "build", full, arch, emulate=True, goal=1.5),
         Job("load of a new kernel, d128 causal softcap", "load", full, arch, goal=0.6),
         Job("warm build, d128 causal softcap", "build", full, arch, warm=True, goal=0.3),
