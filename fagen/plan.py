@@ -33,9 +33,7 @@ _FORWARD_FIELDS = (
     Field("heads_q", "int"),
     Field("group_size", "int", "query heads that share a head of k and v"),
 )
-_STATS_FIELD = Field(
-    "stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null"
-)
+_STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null")
 _GRADIENT_FIELDS = (
     Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
     Field("k", "const u16*", "(B, Sk, Hk, D)"),
