@@ -176,7 +176,7 @@ def test_tanh_errs_as_much_as_the_hardware_may(kernels: Kernels, floats: Tensor)
 def test_every_ptx_primitive_has_its_emulation() -> None:
     """Same functions with the same parameters in both directories, up to the line that the emulator adds."""
     name = re.compile(r"(\w+ \w+)\(([^)]*(?:\(&\w+\)[^)]*)*)\) \{")
-    for primitive in (*sm80.PRIMITIVES, "tanh"):
+    for primitive in (*sm80.PRIMITIVES, "tanh", "reduce", "unpack"):
         ptx = (template_dir() / "ptx" / f"{primitive}.cuh").read_text(encoding="utf-8")
         emulated = (template_dir() / "emulate" / f"{primitive}.hpp").read_text(encoding="utf-8")
         emulated = re.sub(r"namespace emu \{.*?\}  // namespace emu", "", emulated, flags=re.DOTALL)

@@ -34,17 +34,17 @@ __device__ __forceinline__ u32 ld_shared_b32(u32 addr) {
     return v;
 }
 
+__device__ __forceinline__ float ld_shared_f32(u32 addr) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                  : "r"(addr)
                  : "memory");
-}
-
-__device__ __forceinline__ float ld_shared_f32(u32 addr) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
-    return v;
 }
 
 // >>> ptx/global.cuh
