@@ -21,10 +21,13 @@ def _strides(*names: str) -> tuple[Field, ...]:
     return tuple(Field(f"{name}_{dim}_stride", "i64") for name in names for dim in ("batch", "row", "head"))
 
 
-_FORWARD_FIELDS = (
+_INPUT_FIELDS = (
     Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
     Field("k", "const u16*", "(B, Sk, Hk, D)"),
     Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
+)
+_FORWARD_FIELDS = (
+    *_INPUT_FIELDS,
     Field("o", "u16*", "(B, Sq, Hq, Dv)"),
     Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
     *_strides("q", "k", "v", "o"),
@@ -35,9 +38,7 @@ _FORWARD_FIELDS = (
 )
 _STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null")
 _GRADIENT_FIELDS = (
-    Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
-    Field("k", "const u16*", "(B, Sk, Hk, D)"),
-    Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
+    *_INPUT_FIELDS,
     Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
     Field("stats", "const float*", "(B, Hq, Sq padded to 128, 2), as the forward left it"),
     Field("delta", "const float*", "(B, Hq, Sq padded to 128)"),
