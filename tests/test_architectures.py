@@ -17,6 +17,8 @@ from fagen.spec import AttentionSpec
 SPECS = [
     AttentionSpec(head_dim=128, causal=True, softcap=True),
     AttentionSpec(head_dim=256, dtype="fp16", window=True, alibi=True, dropout=True),
+    AttentionSpec(head_dim=128, causal=True, backward=True),
+    AttentionSpec(head_dim=256, dtype="fp16", causal=True, backward=True, deterministic=True),
 ]
 
 
