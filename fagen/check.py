@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fagen import reference
+from fagen.call import DTYPES
 from fagen.errors import LaunchError, SpecError
 from fagen.mods import CallContext
 from fagen.spec import AttentionSpec
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 Layout = Literal["contiguous", "transposed", "sliced", "expanded"]
 FlashErrors = dict[str, float]  # of PyTorch's flash kernel, by the name of the gradient; empty where it cannot say
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # SEMANTICS.md, Accuracy: ||x - ref|| / ||ref|| of o and of gradients on unit-normal inputs, and what lse may be off by.
 OUTPUT_BUDGET = {"bf16": 2.5e-3, "fp16": 4e-4}

@@ -84,8 +84,12 @@ constexpr int ROWS = THREADS / LANES;  // rows a block
 constexpr int CHUNK = 8;               // elements of one load
 constexpr u32 FULL_WARP = 0xffffffffu;
 
+// >>> common/statistics.cuh.j2
+// Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
+__device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
+
 extern "C" __global__ void __launch_bounds__(THREADS) fagen_bwd_delta(const __grid_constant__ Params params) {
-    const int padded_q = (params.seqlen_q + 127) / 128 * 128;
+    const int padded_q = padded_rows(params.seqlen_q);
     const int tiles = padded_q / ROWS;
     const int batch_head = blockIdx.x / tiles;
     const int head = batch_head % params.heads_q;

@@ -342,6 +342,21 @@ __device__ __forceinline__ void product(float (&acc)[M_FRAGS][N_FRAGS][4], u32 A
     }
 }
 
+// >>> common/statistics.cuh.j2
+// Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
+__device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
+
+// Starts the copy of both for TILE_M rows from `row0` on, a row of all heads. The padding has values that give P = 0.
+__device__ __forceinline__ void load_statistics(u32 stats_smem, u32 delta_smem, const float* stats, const float* delta,
+                                                i64 row0) {
+    constexpr int CHUNK_FLOATS = CHUNK_BYTES / sizeof(float);
+    const int thread = threadIdx.x;
+    if (thread < 2 * TILE_M / CHUNK_FLOATS)
+        cp_async_16(stats_smem + thread * CHUNK_BYTES, stats + 2 * row0 + thread * CHUNK_FLOATS, true);
+    if (thread < TILE_M / CHUNK_FLOATS)
+        cp_async_16(delta_smem + thread * CHUNK_BYTES, delta + row0 + thread * CHUNK_FLOATS, true);
+}
+
 // >>> common/gradient.cuh.j2
 // Stages a warp's fragments of a gradient in shared memory, times `factor`, as 16-bit rows of the tile.
 template <int CHUNKS, int LIMIT, int ROW_FRAGS, int COLUMN_FRAGS>
@@ -402,7 +417,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
     const int m_tiles = (seqlen_q + TILE_M - 1) / TILE_M;
-    const int padded_q = (seqlen_q + 127) / 128 * 128;  // rows of statistics and delta
     const int heads_q = params.heads_k * params.group_size;
     const i64 batch_head = blockIdx.x / m_tiles;
     const int m0 = (m_tiles - 1 - blockIdx.x % m_tiles) * TILE_M;  // the longest first
@@ -453,13 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int first_query = -offset - params.window_right - m0;
         load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, first_query, seqlen_q - m0);
         load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(dO_smem, d_o, params.d_o_row_stride, first_query, seqlen_q - m0);
-        // Both are padded to whole tiles, with values that give P = 0.
-        const i64 statistics_row = batch_head * padded_q + m0;
-        const int thread = threadIdx.x;
-        if (thread < STATS_BYTES / CHUNK_BYTES)
-            cp_async_16(stats_smem + thread * CHUNK_BYTES, params.stats + 2 * statistics_row + thread * 4, true);
-        if (thread < DELTA_BYTES / CHUNK_BYTES)
-            cp_async_16(delta_smem + thread * CHUNK_BYTES, params.delta + statistics_row + thread * 4, true);
+        load_statistics(stats_smem, delta_smem, params.stats, params.delta, batch_head * padded_rows(seqlen_q) + m0);
         load_keys(n_first, 0);
     }
 

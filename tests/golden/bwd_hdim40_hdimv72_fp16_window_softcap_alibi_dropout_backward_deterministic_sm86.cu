@@ -378,6 +378,21 @@ __device__ __forceinline__ void philox4x32(u32 (&counter)[4], u32 key0, u32 key1
     }
 }
 
+// >>> common/statistics.cuh.j2
+// Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
+__device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
+
+// Starts the copy of both for TILE_M rows from `row0` on, a row of all heads. The padding has values that give P = 0.
+__device__ __forceinline__ void load_statistics(u32 stats_smem, u32 delta_smem, const float* stats, const float* delta,
+                                                i64 row0) {
+    constexpr int CHUNK_FLOATS = CHUNK_BYTES / sizeof(float);
+    const int thread = threadIdx.x;
+    if (thread < 2 * TILE_M / CHUNK_FLOATS)
+        cp_async_16(stats_smem + thread * CHUNK_BYTES, stats + 2 * row0 + thread * CHUNK_FLOATS, true);
+    if (thread < TILE_M / CHUNK_FLOATS)
+        cp_async_16(delta_smem + thread * CHUNK_BYTES, delta + row0 + thread * CHUNK_FLOATS, true);
+}
+
 // >>> common/gradient.cuh.j2
 // Stages a warp's fragments of a gradient in shared memory, times `factor`, as 16-bit rows of the tile.
 template <int CHUNKS, int LIMIT, int ROW_FRAGS, int COLUMN_FRAGS>
@@ -436,7 +451,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int heads_q = params.heads_k * params.group_size;
     const int first_head = kv_head * params.group_size;
     const int last_head = m_count > 0 ? first_head + params.group_size : first_head;  // one past it
-    const int padded_q = (seqlen_q + 127) / 128 * 128;  // rows of statistics and delta
 
     const u32 K_smem = shared_base();
     const u32 V_smem = K_smem + K_BYTES;
@@ -453,14 +467,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                                                        seqlen_q - m0);
         load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(Q_smem + Q_BYTES, d_o, params.d_o_row_stride,
                                                         query_begin - m0, seqlen_q - m0);
-        // Padded to whole tiles, with values that give P = 0.
-        const i64 row0 = (batch * heads_q + head) * padded_q + m0;
-        const int thread = threadIdx.x;
-        if (thread < STATS_BYTES / CHUNK_BYTES)
-            cp_async_16(Q_smem + Q_BYTES + DO_BYTES + thread * CHUNK_BYTES, params.stats + 2 * row0 + thread * 4, true);
-        if (thread < DELTA_BYTES / CHUNK_BYTES)
-            cp_async_16(Q_smem + Q_BYTES + DO_BYTES + STATS_BYTES + thread * CHUNK_BYTES,
-                        params.delta + row0 + thread * 4, true);
+        const u32 stats_smem = Q_smem + Q_BYTES + DO_BYTES;
+        load_statistics(stats_smem, stats_smem + STATS_BYTES, params.stats, params.delta,
+                        (batch * heads_q + head) * padded_rows(seqlen_q) + m0);
         cp_async_commit();
     };
 

@@ -311,6 +311,10 @@ __device__ __forceinline__ void philox4x32(u32 (&counter)[4], u32 key0, u32 key1
     }
 }
 
+// >>> common/statistics.cuh.j2
+// Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
+__device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fagen_fwd(const __grid_constant__ Params params) {
     const int warp = threadIdx.x / 32;
@@ -627,7 +631,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
             // Rows of the tile past the last too: the infinity makes their probabilities 0 in the backward.
             if (params.stats && quad == 0) {
-                float* stats = params.stats + 2 * (static_cast<i64>(batch_head) * ((seqlen_q + 127) / 128 * 128) + row);
+                float* stats = params.stats + 2 * (static_cast<i64>(batch_head) * padded_rows(seqlen_q) + row);
                 const bool empty = sum == 0.0f || row >= seqlen_q;
                 // Far from 0 the two stay apart, since their sum would lose the smaller.
                 const float reference = row_max[m][r];
