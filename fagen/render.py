@@ -40,6 +40,8 @@ def environment() -> jinja2.Environment:
     result.filters["inset"] = _inset
     # Plain headers go in as they are: the operands of inline PTX, {%0, %1}, would read as Jinja.
     result.globals["plain"] = lambda path: loader.get_source(result, path)[0]
+    # Those that name shapes of the kernel are templates.
+    result.globals["rendered"] = lambda path: (template_dir() / f"{path}.j2").is_file()
     return result
 
 
