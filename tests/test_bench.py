@@ -247,7 +247,7 @@ def test_a_tiny_row_on_the_gpu(softcap: bool, backward: bool) -> None:
     report = speed_bench.run([Row(64, True, 256, softcap, backward, tokens=1024, width=128)], samples=3)
     (result,) = report.results
     assert result.tflops[OURS] and report.card and report.arch.startswith("sm")
-    assert set(report.host_us) == {OURS, "SDPA"}
+    assert {f"{OURS}{suffix}" for suffix in ("", " under autograd", " forward and backward")} < set(report.host_us)
     if softcap:
         assert result.ratio(PLAIN)
     else:

@@ -75,7 +75,7 @@ class Result:
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, by contestant."""
+    """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, as `host_times` gives them."""
 
     card: str
     arch: str
@@ -181,15 +181,29 @@ def take_turns(contestants: Mapping[str, Callable[[], Any]], samples: int) -> di
 
 
 def host_times(arch: str | None = None, calls: int = 200, samples: int = 9) -> dict[str, float]:
-    """Microseconds that one call keeps the host busy, without autograd: B=1, S=128, 16 heads of d128."""
+    """Microseconds that one call keeps the host busy: B=1, S=128, 16 heads of d128.
+
+    By contestant: without autograd, forward under autograd, and forward and backward.
+    """
     import torch
 
-    q, k, v = (torch.randn(1, 128, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    q1, k1, v1 = (x.transpose(1, 2) for x in (q, k, v))
-    contestants: dict[str, Callable[[], Any]] = {
-        OURS: _ours(AttentionSpec(head_dim=128), arch, q, k, v),
-        "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(q1, k1, v1),
-    }
+    contestants: dict[str, Callable[[], Any]] = {}
+    for needs_grad in (False, True):
+        inputs = [
+            torch.randn(1, 128, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=needs_grad)
+            for _ in range(3)
+        ]
+        forwards = {
+            OURS: _ours(AttentionSpec(head_dim=128, backward=needs_grad), arch, *inputs),
+            "SDPA": _default_sdpa(*inputs),
+        }
+        if not needs_grad:
+            contestants |= forwards
+            continue
+        for name, forward in forwards.items():
+            d_o = torch.randn_like(forward())
+            contestants[f"{name} under autograd"] = forward
+            contestants[f"{name} forward and backward"] = _forward_and_backward(forward, inputs, d_o)
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(samples):
         for name, call in contestants.items():
@@ -267,6 +281,22 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> di
         return call
 
     return {FA2: with_backend(SDPBackend.FLASH_ATTENTION), CUDNN: with_backend(SDPBackend.CUDNN_ATTENTION)}
+
+
+def _default_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """PyTorch's SDPA with the backend that it chooses."""
+    import torch
+
+    q1, k1, v1 = (x.transpose(1, 2) for x in (q, k, v))
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q1, k1, v1)
+
+
+def _forward_and_backward(
+    forward: Callable[[], Any], inputs: Sequence[torch.Tensor], d_o: torch.Tensor
+) -> Callable[[], Any]:
+    import torch
+
+    return lambda: torch.autograd.grad(forward(), inputs, d_o)
 
 
 def _backward(name: str, forward: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
