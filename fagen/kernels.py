@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,8 +17,11 @@ from fagen.cache import Artifact
 from fagen.emulator import EmulatedKernel
 from fagen.errors import LaunchError
 from fagen.launch import CudaKernel, current_stream
+from fagen.params import Field
 from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
+from fagen.tensor_map import BYTES as MAP_BYTES
+from fagen.tensor_map import TensorMap
 
 # Loaded kernels by (directory of the artifact, device). The directory's name holds the digest, so that an edited
 # template is another entry.
@@ -49,23 +54,37 @@ def load(spec: AttentionSpec, arch: Arch, device: int | None) -> dict[str, Kerne
 class Launch:
     """A launch that lacks only the addresses of its tensors. Any number of threads may run it at once."""
 
-    def __init__(self, kernel: Kernel, grid: int, values: Mapping[str, Any], tensors: Sequence[str]) -> None:
-        """`values` has the parameters that are no pointers, and may have others; `tensors` names the pointers, in the
-        order in which a call gives them."""
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: int,
+        values: Mapping[str, Any],
+        tensors: Sequence[str],
+        maps: Mapping[str, TensorMap] | None = None,
+    ) -> None:
+        """`values` has the parameters that are no tensors, and may have others; `tensors` names the tensors, in the
+        order in which a call gives them, and `maps` has those that the kernel takes as tensor maps."""
+        maps = maps or {}
         fields = kernel.plan.params.fields
-        pointers = {field.name for field in fields if field.ctype.endswith("*")}
-        if pointers != set(tensors):
-            raise LaunchError(f"{kernel.plan.entry} takes the tensors {sorted(pointers)}, not {sorted(tensors)}")
+        names = {field.name for field in fields if field.is_tensor}
+        if names != set(tensors):
+            raise LaunchError(f"{kernel.plan.entry} takes the tensors {sorted(names)}, not {sorted(tensors)}")
         packed = kernel.plan.params.pack(
-            {field.name: 0 if field.name in pointers else _value(values, field.name) for field in fields}
+            {field.name: _empty(field) if field.is_tensor else _value(values, field.name) for field in fields}
         )
         self.kernel = kernel
         self.grid = grid
-        # Members of 8 bytes come first, so that a pointer's place counts in words. One word before them: a launch wants
-        # the addresses of its parameters, here of the struct, in memory.
-        places = {field.name: index for index, field in enumerate(fields)}
-        self._slots = tuple(1 + places[name] for name in tensors)
-        self._writable = tuple(not fields[places[name]].ctype.startswith("const") for name in tensors)
+        # Maps and then members of 8 bytes come first, so that a tensor's place counts in words. One word before them: a
+        # launch wants the addresses of its parameters, here of the struct, in memory.
+        places, word = {}, 1
+        for field in fields:
+            places[field.name] = word
+            word += struct.calcsize("=" + field.format) // 8
+        self._slots = tuple(places[name] for name in tensors if name not in maps)
+        self._map_slots = tuple((tensors.index(name), 8 * places[name], one) for name, one in maps.items())
+        read_only = {field.name for field in fields if field.ctype.startswith("const") or field.name in maps}
+        self._writable = tuple(name not in read_only for name in tensors)
+        self._is_pointer = tuple(name not in maps for name in tensors)
         self._template = bytes(8) + packed
         self._words = ctypes.c_uint64 * (len(self._template) // 8)
         self._threads = kernel.plan.threads
@@ -73,9 +92,14 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launches on the current stream of the kernel's device, or runs on the CPU. None is a null pointer."""
         words = self._words.from_buffer_copy(self._template)  # one a call keeps concurrent callers apart
-        for slot, tensor in zip(self._slots, tensors, strict=True):
+        pointers = compress(tensors, self._is_pointer) if self._map_slots else tensors
+        for slot, tensor in zip(self._slots, pointers, strict=True):
             if tensor is not None:
                 words[slot] = tensor.data_ptr()
+        for index, offset, tensor_map in self._map_slots:
+            mapped = tensors[index]
+            assert mapped is not None
+            ctypes.memmove(ctypes.addressof(words) + offset, tensor_map.at(mapped.data_ptr()), MAP_BYTES)
         loaded = self.kernel.loaded
         if isinstance(loaded, CudaKernel):
             address = ctypes.addressof(words)
@@ -95,6 +119,11 @@ class Launch:
             ranges=ranges,
             seed=env.emulate_seed(),
         )
+
+
+def _empty(field: Field) -> Any:
+    """What a tensor's member holds before a call."""
+    return bytes(MAP_BYTES) if field.ctype == "TensorMap" else 0
 
 
 def _value(values: Mapping[str, Any], name: str) -> Any:

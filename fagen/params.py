@@ -9,12 +9,13 @@ from typing import Any
 
 from fagen.errors import LaunchError
 
-_FORMATS = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
+_FORMATS = {"TensorMap": "128s", "i64": "q", "int": "i", "u32": "I", "float": "f"}
+_ALIGNMENT = {"TensorMap": 64}
 
 
 @dataclass(frozen=True)
 class Field:
-    """One member of the parameter struct: a C type (i64, int, u32, float or any pointer) and a name.
+    """One member of the parameter struct: a C type (TensorMap, i64, int, u32, float or any pointer) and a name.
 
     `note` becomes its comment in the generated file.
     """
@@ -29,6 +30,11 @@ class Field:
         return "Q" if self.ctype.endswith("*") else _FORMATS[self.ctype]
 
     @property
+    def is_tensor(self) -> bool:
+        """A call gives the member from a tensor: its address, or a map of it."""
+        return self.ctype.endswith("*") or self.ctype == "TensorMap"
+
+    @property
     def declaration(self) -> str:
         """The C declaration of the member."""
         note = f"  // {self.note}" if self.note else ""
@@ -36,7 +42,7 @@ class Field:
 
 
 class ParamStruct:
-    """The parameter struct of one kernel. 8-byte members come first, so that C and Python agree without padding."""
+    """The parameter struct of one kernel. The widest members come first, so that C and Python agree without padding."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(sorted(fields, key=lambda field: -struct.calcsize("=" + field.format)))
@@ -47,8 +53,9 @@ class ParamStruct:
 
     @property
     def size(self) -> int:
-        """sizeof(Params): a multiple of 8, the trailing padding of C included."""
-        return -(-self._packer.size // 8) * 8
+        """sizeof(Params): a multiple of its alignment, the trailing padding of C included."""
+        alignment = max(_ALIGNMENT.get(field.ctype, 8) for field in self.fields)
+        return -(-self._packer.size // alignment) * alignment
 
     def pack(self, values: Mapping[str, Any]) -> bytes:
         """The bytes of the struct. Every field must have a value, and no other name may."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from fagen.arch import Arch, sm80
-from fagen.arch.tiles import BackwardTile, LinearTile, TileConfig
+from fagen.arch import Arch, sm80, sm90
+from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
 from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 
 Kind = Literal["fwd", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
-Tile = TileConfig | BackwardTile | LinearTile
+Tile = TileConfig | HopperTile | BackwardTile | LinearTile
 
 
 def _strides(*names: str) -> tuple[Field, ...]:
@@ -35,6 +35,20 @@ _FORWARD_FIELDS = (
     Field("seqlen_k", "int"),
     Field("heads_q", "int"),
     Field("group_size", "int", "query heads that share a head of k and v"),
+)
+_HOPPER_FORWARD_FIELDS = (
+    Field("q_map", "TensorMap", "(D, Sq, Hq, B)"),
+    Field("k_map", "TensorMap", "(D, Sk, Hk, B)"),
+    Field("v_map", "TensorMap", "(Dv, Sk, Hk, B)"),
+    Field("o", "u16*", "(B, Sq, Hq, Dv), strides in elements below"),
+    Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
+    *_strides("o"),
+    Field("seqlen_q", "int"),
+    Field("seqlen_k", "int"),
+    Field("heads_q", "int"),
+    Field("group_size", "int", "query heads that share a head of k and v"),
+    Field("tiles", "int", "of all heads"),
+    Field("heads_a_group", "int", "query heads whose k and v fit into L2 together"),
 )
 _STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null")
 _GRADIENT_FIELDS = (
@@ -107,7 +121,12 @@ class KernelPlan:
     @property
     def template(self) -> str:
         """Template of the kernel, relative to `templates/`."""
-        return f"{self.arch.family}/{self.kind}.cu.j2"
+        return f"{self.family}/{self.kind}.cu.j2"
+
+    @property
+    def family(self) -> str:
+        """Folder of the template: on Hopper, sm80 where its own family lacks the kernel."""
+        return "sm90" if isinstance(self.tile, HopperTile) else "sm80"
 
     @property
     def primitives(self) -> tuple[str, ...]:
@@ -116,9 +135,23 @@ class KernelPlan:
             return sm80.DELTA_PRIMITIVES
         if self.kind == "bwd_convert":
             return sm80.CONVERT_PRIMITIVES
-        sums = self.kind == "bwd" and not self.spec.deterministic
-        family = sm80.BACKWARD_PRIMITIVES if sums else sm80.PRIMITIVES
+        family = sm80.PRIMITIVES
+        if self.kind == "bwd" and not self.spec.deterministic:
+            family = sm80.BACKWARD_PRIMITIVES
+        if isinstance(self.tile, HopperTile):
+            family = sm90.PRIMITIVES
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
+
+    @property
+    def wgmma_shapes(self) -> tuple[tuple[str, int], ...]:
+        """The products of a Hopper kernel: "ss" or "rs", where the first operand comes from, and columns."""
+        assert isinstance(self.tile, HopperTile)
+        return sm90.wgmma_shapes(self.spec, self.tile)
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O with their padding."""
+        return sm80.padded(self.spec.dim_v)
 
     @property
     def threads(self) -> int:
@@ -133,6 +166,8 @@ class KernelPlan:
             return sm80.dq_smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, TileConfig):
             return sm80.smem_bytes(self.spec, self.tile)
+        if isinstance(self.tile, HopperTile):
+            return sm90.smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, BackwardTile):
             if self.kind == "bwd_convert":
                 return self.tile.tile_m * sm80.padded(self.spec.head_dim) * sm80.ELEMENT_BYTES
@@ -163,7 +198,7 @@ class KernelPlan:
         elif self.kind == "bwd_dq":
             fields += [*_GRADIENT_FIELDS, *_QUERY_GRADIENT_FIELDS]
         else:
-            fields += _FORWARD_FIELDS
+            fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else _FORWARD_FIELDS
             if self.spec.backward:
                 fields.append(_STATS_FIELD)
         if not (mods and mods[0].absorbs_scale):
@@ -181,7 +216,8 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
     `tiles` replaces the family's own choices, for tuning. Raises SpecError where a block would need more shared memory
     than the architecture has.
     """
-    chosen: dict[Kind, Tile] = {"fwd": sm80.forward_tile(spec, arch)}
+    hopper = arch.family == "sm90" and sm90.serves(spec)
+    chosen: dict[Kind, Tile] = {"fwd": sm90.forward_tile(spec) if hopper else sm80.forward_tile(spec, arch)}
     specs: dict[Kind, AttentionSpec] = {}
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fagen.arch.tiles import BackwardTile, LinearTile
+from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile
 from fagen.call import (
     ALIGNMENT,
     Sizes,
@@ -23,8 +23,11 @@ from fagen.call import (
 )
 from fagen.kernels import Kernel, Launch
 from fagen.spec import AttentionSpec
+from fagen.tensor_map import TensorMap
 
 MOST = 256  # prepared calls that are kept, and backwards of each
+_L2_BYTES = 50 << 20  # of an H100 or H200
+_EMULATED_MULTIPROCESSORS = 3
 _DELTA_LANES = 8  # threads that share a row in the kernel of delta
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -86,7 +89,7 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
-        self._launch = None if sizes.empty else self._forward_launch(kernels(q.device)["fwd"])
+        self._launch = None if sizes.empty else self._forward_launch(kernels(q.device)["fwd"], q, k, v)
         self._backwards: dict[Any, _Backward] = {}
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -163,11 +166,22 @@ class Call:
             self._backwards[key] = backward
         return backward(d_o, d_lse, Saved(q, k, v, o, stats), self._extras(tensors, state), poison)
 
-    def _forward_launch(self, kernel: Kernel) -> Launch:
+    def _forward_launch(self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launch:
         sizes = self._sizes
-        stats = [] if self._stats_shape is None else ["stats"]
-        names = ("q", "k", "v", "o", "lse", *stats, *self._extra_names)
-        return Launch(kernel, _query_tiles(sizes, kernel), self._fields, names)
+        tiles = _query_tiles(sizes, kernel)
+        outputs = ("o", "lse", *([] if self._stats_shape is None else ["stats"]), *self._extra_names)
+        tile = kernel.plan.tile
+        if not isinstance(tile, HopperTile):
+            return Launch(kernel, tiles, self._fields, ("q", "k", "v", *outputs))
+        maps = {
+            f"{name}_map": TensorMap(
+                x.shape, x.stride(), rows, is_half=self._dtype == torch.float16, emulate=q.device.type == "cpu"
+            )
+            for name, x, rows in (("q", q, tile.tile_m), ("k", k, tile.tile_n), ("v", v, tile.tile_n))
+        }
+        fields = self._fields | {"tiles": tiles, "heads_a_group": heads_a_group(sizes, q.shape[3] + v.shape[3])}
+        blocks = min(tiles, multiprocessors(q.device))
+        return Launch(kernel, blocks, fields, (*maps, *outputs), maps)
 
     def _extras(self, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> list[torch.Tensor]:
         """The tensors of `_extra_names`."""
@@ -249,6 +263,19 @@ class _Backward:
         if self._dq is not None:
             self._dq(q, k, v, d_o, stats, delta, dq, *extras)
         return dq, dk, dv
+
+
+def heads_a_group(sizes: Sizes, columns: int) -> int:
+    """Query heads whose keys and values, of that many columns together, fit into half of L2; at least one group."""
+    kv_heads = _L2_BYTES // 2 // max(1, sizes.seqlen_k * columns * 2)
+    return max(1, kv_heads) * (sizes.heads_q // sizes.heads_k)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Blocks that run at once, one a multiprocessor; a few where blocks are emulated, so that each has several tiles."""
+    if device.type == "cpu":
+        return _EMULATED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _query_tiles(sizes: Sizes, kernel: Kernel) -> int:

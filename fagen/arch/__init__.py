@@ -12,10 +12,10 @@ KIB = 1024
 
 # Shared memory that a block may opt in to, in KiB (CUDA programming guide, technical specifications by compute
 # capability): the maximum of the multiprocessor less 1 KiB that the system keeps a block.
-_SMEM_KIB = {"80": 163, "86": 99, "87": 163, "89": 99, "90": 227, "100": 227, "120": 99}
+_SMEM_KIB = {"80": 163, "86": 99, "87": 163, "89": 99, "90": 227, "90a": 227, "100": 227, "120": 99}
 
 # Named by DESIGN.md and TORCH_CUDA_ARCH_LIST users, served by a family that is not part of this version.
-_OTHER_FAMILIES = {"75": "Turing", "90a": "Hopper"}
+_OTHER_FAMILIES = {"75": "Turing"}
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,15 @@ def resolve(name: str) -> Arch:
         raise SpecError(f"unknown architecture {name!r}; known: {', '.join(known())} (also written 9.0, or 9.0+PTX)")
     number = match[1] or match[2] + match[3]
     if number in _OTHER_FAMILIES:
-        advice = "; sm90 runs on the same cards" if number == "90a" else ""
         family = _OTHER_FAMILIES[number]
-        raise SpecError(f"architecture {name!r} needs the {family} kernels, which this version lacks{advice}")
+        raise SpecError(f"architecture {name!r} needs the {family} kernels, which this version lacks")
     if number not in _SMEM_KIB:
         raise SpecError(f"unknown architecture {name!r}; known: {', '.join(known())}")
     ptx_only = match[4] is not None
     return Arch(
         name=f"sm{number}" + ("+ptx" if ptx_only else ""),
         sm=f"compute_{number}" if ptx_only else f"sm_{number}",
-        family="sm80",
+        family="sm90" if number == "90a" else "sm80",
         smem_limit=_SMEM_KIB[number] * KIB,
         ptx_only=ptx_only,
     )
@@ -73,8 +72,10 @@ def for_capability(capability: tuple[int, int]) -> Arch:
 
     A card without a target of its own major version gets the PTX of the newest older target, for its driver to compile.
     """
+    if capability == (9, 0):
+        return resolve("sm90a")  # its instructions exist on this compute capability alone
     major, minor = capability
-    numbers = sorted((int(number[:-1]), int(number[-1])) for number in _SMEM_KIB)
+    numbers = sorted((int(number[:-1]), int(number[-1])) for number in _SMEM_KIB if number.isdigit())
     same = [number for number in numbers if number[0] == major and number[1] <= minor]
     if same:
         return resolve(f"{same[-1][0]}.{same[-1][1]}")

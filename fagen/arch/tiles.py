@@ -27,6 +27,46 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
+class HopperTile:
+    """How one block of the Hopper forward works: warpgroups of 64 query rows, and one that feeds the copy engine.
+
+    tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. turns: the consumers
+    take turns in giving the tensor cores work (two of them only).
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    turns: bool
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.tile_m // 64
+
+    @property
+    def warps(self) -> int:
+        return 4 * (self.consumers + 1)
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers a thread of the producer: what it gives up goes to the consumers."""
+        return 24 if self.consumers < 3 else 32
+
+    @property
+    def consumer_registers(self) -> int:
+        return 240 if self.consumers < 3 else 160
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
+        turns = " in turns" if self.turns else ""
+        return (
+            f"{self.tile_m} query rows x {self.tile_n} keys, {self.consumers} consumer warpgroups{turns}, "
+            f"{stages} of keys and values"
+        )
+
+
+@dataclass(frozen=True)
 class BackwardTile:
     """How one block of the main backward kernel works: it keeps tile_n keys and steps through tile_m queries.
 

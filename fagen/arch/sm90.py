@@ -1,0 +1,47 @@
+"""The Hopper family: `wgmma`, bulk tensor copies and warpgroups with roles, on compute capability 9.0 (sm90a)."""
+
+from __future__ import annotations
+
+from fagen.arch.sm80 import ELEMENT_BYTES, padded
+from fagen.arch.tiles import HopperTile
+from fagen.spec import AttentionSpec
+
+PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "wgmma", "convert", "math")
+
+BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a tile, bytes: blocks of 64 columns."""
+    return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS * rows * ELEMENT_BYTES
+
+
+def smem_bytes(spec: AttentionSpec, tile: HopperTile) -> int:
+    """Dynamic shared memory of the forward, bytes: Q, `stages` tiles of K and V, barriers."""
+    keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
+    return tile_bytes(tile.tile_m, spec.head_dim) + tile.stages * keys + 8 * (2 + 4 * tile.stages)
+
+
+def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int], ...]:
+    """The products of the forward: where the first operand comes from, and columns."""
+    return (("rs", padded(spec.dim_v)), ("ss", tile.tile_n))
+
+
+def serves(spec: AttentionSpec) -> bool:
+    """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others.
+
+    Dropout draws its numbers for 16 keys at a time from multiples of 16 on, and steps of a window start where it does.
+    """
+    return not (spec.window and spec.dropout)
+
+
+def forward_tile(spec: AttentionSpec) -> HopperTile:
+    """The tile of the forward kernel of `spec`, by the wider of the two head dims."""
+    widest = max(padded(spec.head_dim), padded(spec.dim_v))
+    if widest <= 64:
+        return HopperTile(tile_m=192, tile_n=128, stages=2, turns=False)
+    if widest <= 128:
+        return HopperTile(tile_m=128, tile_n=128, stages=2, turns=True)
+    if widest <= 192:
+        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=True)
+    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=True)
