@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fagen import toolchain
 from fagen.bench import compile as compile_bench
+from fagen.bench import contestants, goals, plot
 from fagen.bench import speed as speed_bench
 from fagen.bench.compile import CompileReport, Job, Timing
-from fagen.bench.speed import CUDNN, FA2, OURS, PLAIN, Result, Row, SpeedReport
+from fagen.bench.contestants import CUDNN, FA2, FLEX
+from fagen.bench.speed import CUDNN_PLAIN, OURS, PLAIN, Result, Row, SpeedReport
 from fagen.cli import main
-from fagen.errors import BuildError, ToolchainError
+from fagen.errors import BuildError, SpecError, ToolchainError
 from fagen.spec import AttentionSpec
 
 
@@ -170,13 +176,49 @@ def test_ratios() -> None:
     result = Result(Row(128, False, 1024), {OURS: 330.0, FA2: 300.0, CUDNN: None}, 1e-3)
     assert result.ratio(FA2) == pytest.approx(1.1)
     assert result.ratio(CUDNN) is None and result.ratio(PLAIN) is None
+    assert result.to_cudnn(OURS) is None and result.goal is None and result.share_of_matmul is None
+
+
+def test_every_row_has_a_goal_beyond_flash_attention_3() -> None:
+    rows = (*speed_bench.rows(), *speed_bench.backward_rows())
+    assert len(goals.FORWARD) + len(goals.BACKWARD) == len(rows)
+    for row in rows:
+        assert row.reference and row.reference.goal > row.reference.fa3 > 400
+        plain = dataclasses.replace(row, softcap=False).reference
+        assert plain and plain.cudnn == row.reference.cudnn
+        assert dataclasses.replace(row, tokens=4096).reference is None
+
+
+def test_a_goal_moves_with_cudnn() -> None:
+    """The goal is 620 where cuDNN reaches 523."""
+    plain = Result(Row(128, True, 4096), {OURS: 589.0, CUDNN: 523 * 1.1}, matmul=800.0)
+    assert plain.goal == pytest.approx(682) and plain.goal_ratio == pytest.approx(589 / 682)
+    assert plain.fa3_scaled == pytest.approx(671) and plain.to_cudnn(OURS) == pytest.approx(589 / 523 / 1.1)
+    assert plain.share_of_matmul == pytest.approx(589 / 800)
+
+
+def test_a_goal_with_softcap_moves_with_cudnn_without_it() -> None:
+    """FlashAttention-3's 487 with softcap stand beside 523 of cuDNN without, where 530 are to be reached."""
+    capped = Result(Row(128, True, 4096, softcap=True), {OURS: 500.0, PLAIN: 600.0, CUDNN_PLAIN: 523 * 0.9})
+    assert capped.goal == pytest.approx(477) and capped.goal_ratio == pytest.approx(500 / 477)
+    assert capped.fa3_scaled == pytest.approx(487 * 0.9) and capped.fa3_scaled_ratio == pytest.approx(500 / 438.3)
+    assert capped.to_cudnn(OURS) == pytest.approx(500 / 523 / 0.9)
 
 
 def forward_report() -> SpeedReport:
+    failed = {FLEX: "RuntimeError: out of shared memory"}
     results = (
-        Result(Row(128, True, 4096), {OURS: 330.4, FA2: 300.0, CUDNN: 500.0}, 1.5e-3),
-        Result(Row(72, False, 16384), {OURS: 200.0, FA2: 210.0, CUDNN: None}, 1e-3),
-        Result(Row(128, True, 4096, softcap=True), {OURS: 300.0, PLAIN: 330.0}, None),
+        Result(
+            Row(128, True, 4096), {OURS: 330.4, FA2: 300.0, CUDNN: 500.0, FLEX: None}, 1.5e-3, FA2, failed, matmul=700.0
+        ),
+        Result(Row(72, False, 16384), {OURS: 200.0, FA2: 210.0, CUDNN: None, FLEX: None}, 1e-3, FA2, failed),
+        Result(
+            Row(128, True, 4096, softcap=True),
+            {OURS: 300.0, FLEX: 150.0, PLAIN: 330.0, CUDNN_PLAIN: 500.0},
+            2e-3,
+            FLEX,
+            matmul=720.0,
+        ),
     )
     return SpeedReport("NVIDIA H200", "sm90", "2.13.0", "CUDA 13.0", results, {OURS: 12.34, "SDPA": 17.0})
 
@@ -186,12 +228,31 @@ def test_forward_markdown() -> None:
     lines = text.splitlines()
     assert lines[0].startswith("NVIDIA H200, 2026-01-02, kernels for sm90, PyTorch 2.13.0, driver for CUDA 13.0: ")
     assert lines[0].endswith(": `fagen bench --forward --markdown`")
-    assert "| d128 causal 4k | 330 | 300 | 500 | 1.10 | 0.66 |" in lines
-    assert "| d72 full 16k | 200 | 210 | - | 0.95 | - |" in lines
-    assert "| d128 causal 4k softcap | 300 | 330 | 0.91 |" in lines
+    assert "8192 x 8192 x 8192 in bf16 through cuBLAS in the same turns, 710 TFLOP/s" in lines[2]
+    first, second = (line for line in lines if line.startswith("| forward"))
+    assert first == (
+        "| forward | fagen | FA2 | cuDNN | Flex | fagen / FA2 | fagen / FA3 scaled | fagen / goal | of matmul "
+        "| difference |"
+    )
+    assert "| d128 causal 4k | 330 (0.66) | 300 (0.60) | 500 | - | 1.10 | 0.57 | 0.56 | 47 % | 1.5e-03 |" in lines
+    assert "| d72 full 16k | 200 | 210 | - | - | 0.95 | - | - | - | 1.0e-03 |" in lines
+    assert second == (
+        "| forward, cap 50 | fagen | Flex | without softcap | cuDNN without | fagen / Flex | fagen / without softcap "
+        "| fagen / FA3 scaled | fagen / goal | of matmul | difference |"
+    )
+    assert (
+        "| d128 causal 4k softcap | 300 (0.60) | 150 (0.30) | 330 (0.66) | 500 | 2.00 | 0.91 | 0.64 | 0.59 | 42 % "
+        "| 2.0e-03 |"
+    ) in lines
     assert lines[-1].endswith("fagen 12.3 us, SDPA 17.0 us")
-    tables = [line.count("|") for line in lines if line.startswith("|")]
-    assert sorted(set(tables)) == [5, 7]
+
+
+def test_failures_are_told_once() -> None:
+    report = forward_report()
+    assert report.failures == ("Flex failed in 2 of 3 rows; d128 causal 4k: RuntimeError: out of shared memory",)
+    report = dataclasses.replace(report, results=report.results[2:], host_us={}, host_failure="BuildError: no")
+    assert report.failures == ("host times failed: BuildError: no",)
+    assert "Host time" not in speed_bench.markdown(report, date="2026-01-02", command="fagen")
 
 
 @pytest.mark.parametrize("form", [[], ["--markdown"], ["--json"]])
@@ -203,14 +264,247 @@ def test_forward_command(form: list[str], monkeypatch: pytest.MonkeyPatch, capsy
         return forward_report()
 
     monkeypatch.setattr(speed_bench, "run", run)
-    assert main(["bench", "--forward", "--rows", "d256", "--arch", "9.0", "--repeats", "4", *form]) == 0
+    arguments = ["--rows", "d256", "--arch", "9.0", "--repeats", "4", "--against", "cudnn, fa2"]
+    assert main(["bench", "--forward", *arguments, *form]) == 0
     assert [row.name for row in asked["rows"]] == ["d256 full 16k", "d256 causal 16k", "d256 causal 16k softcap"]
     assert asked["arch"] == "sm90" and asked["samples"] == 4
-    out = capsys.readouterr().out
+    assert [contestant.name for contestant in asked["against"]] == [FA2, CUDNN]
+    captured = capsys.readouterr()
+    assert captured.err.count("Flex failed in 2 of 3 rows; d128 causal 4k: RuntimeError: out of shared memory") == 1
     if form == ["--json"]:
-        assert json.loads(out)["rows"][0]["tflops"] == {OURS: 330.4, FA2: 300.0, CUDNN: 500.0}
+        document = json.loads(captured.out)
+        first, _, capped = document["rows"]
+        assert first["tflops"] == {OURS: 330.4, FA2: 300.0, CUDNN: 500.0, FLEX: None}
+        assert first["to_cudnn"] == {OURS: 330.4 / 500, FA2: 0.6, CUDNN: 1.0, FLEX: None}
+        assert first["failures"] == {FLEX: "RuntimeError: out of shared memory"}
+        assert capped["reference"] == {"fa3": 487, "cudnn": 523, "goal": 530} and capped["compared_with"] == FLEX
+        assert capped["goal_ratio"] == pytest.approx(300 / (530 / 523 * 500))
+        assert capped["fa3_scaled_ratio"] == pytest.approx(300 / (487 / 523 * 500))
+        assert capped["share_of_matmul"] == pytest.approx(300 / 720) and document["matmul_tflops"] == 710
     else:
-        assert "d128 causal 4k softcap" in out and "0.91" in out
+        assert "d128 causal 4k softcap" in captured.out and "0.91" in captured.out and "1.5e-03" in captured.out
+
+
+def test_a_row_without_a_kernel_of_fagens_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = Result(Row(128, True, 4096), {OURS: None, CUDNN: 500.0}, failures={OURS: "BuildError: no"}, matmul=700.0)
+    report = dataclasses.replace(forward_report(), results=(result,))
+    monkeypatch.setattr(speed_bench, "run", lambda *_, **__: report)
+    assert main(["bench", "--forward", "--no-flex"]) == 1
+    captured = capsys.readouterr()
+    assert "500" in captured.out and "fagen failed in 1 of 1 rows; d128 causal 4k: BuildError: no" in captured.err
+
+
+# Contestants
+
+
+def test_contestants_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(*arguments: Any, **named: Any) -> list[str]:
+        return [contestant.key for contestant in contestants.choose(*arguments, **named)]
+
+    here = {"torch", "flash_attn_interface"}
+    monkeypatch.setattr(contestants, "installed", lambda module: module in here)
+    assert keys() == ["fa2", "cudnn", "flex", "fa3"]
+    assert keys(flex=False) == ["fa2", "cudnn", "fa3"]
+    assert keys(["flex", "fa2"]) == ["fa2", "flex"]
+    with pytest.raises(SpecError, match="'fa5' is none of: fa2, cudnn, flex, flash-attn, fa3, fa4"):
+        keys(["fa5"])
+    with pytest.raises(SpecError, match=r"the module flash_attn\.cute is not installed"):
+        keys(["fa4"])
+
+
+def test_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "some_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    (tmp_path / "some_attn" / "interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = ["some_attn", "some_attn.cute", "some_attn.interface"]
+    assert [name for name in (*found, "some_attn.other", "other_attn") if contestants.installed(name)] == found
+    assert "some_attn" not in sys.modules
+
+
+def qkv(seqlen: int = 96) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, seqlen, 3, 32, generator=generator) for _ in range(3))
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, cap: float | None) -> torch.Tensor:
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+def make(key: str) -> Callable[..., Callable[[], Any]]:
+    return next(contestant.make for contestant in contestants.everyone() if contestant.key == key)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa_computes_the_row(causal: bool) -> None:
+    torch.testing.assert_close(make("fa2")(*qkv(), causal, None)(), attention(*qkv(), causal, None))
+
+
+def test_flex_computes_the_row() -> None:
+    """A block mask and a modification of the score, compiled; a cap at which it matters."""
+    torch.testing.assert_close(make("flex")(*qkv(), True, 0.7)(), attention(*qkv(), True, 0.7))
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_package_of_flash_attention_computes_the_row(
+    with_lse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = "(q + softcap, k)" if with_lse else "q + softcap"
+    module = f"def flash_attn_func(q, k, v, causal=False, softcap=0.0):\n    return {returned} if causal else None\n"
+    (tmp_path / "flash_attn_interface.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    q, k, v = qkv()
+    assert torch.equal(make("fa3")(q, k, v, True, 50.0)(), q + 50)
+    assert torch.equal(make("fa3")(q, k, v, True, None)(), q)
+    del sys.modules["flash_attn_interface"]
+
+
+def test_who_takes_part_in_a_row() -> None:
+    against = contestants.choose(["fa2", "cudnn", "flex"])
+    assert list(speed_bench._makers(Row(64, True, 256), against, None)) == [OURS, FA2, CUDNN, FLEX]
+    capped = speed_bench._makers(Row(64, True, 256, softcap=True), against, None)
+    assert list(capped) == [OURS, FLEX, PLAIN, CUDNN_PLAIN]
+    assert list(speed_bench._makers(Row(64, True, 256, softcap=True), against[2:], None)) == [OURS, FLEX, PLAIN]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_contestant_that_fails_leaves_the_others(backward: bool) -> None:
+    def fails(*_: Any) -> Callable[[], Any]:
+        raise ImportError("undefined symbol\nand more")
+
+    def fails_when_called(*_: Any) -> Callable[[], Any]:
+        return lambda: torch.ones(()).item().nothing
+
+    tensors = tuple(x.requires_grad_(backward) for x in qkv())
+    makers = {
+        "import": fails,
+        "call": fails_when_called,
+        OURS: lambda *qkv: lambda: attention(*qkv, causal=True, cap=None),
+        FA2: lambda *qkv: make("fa2")(*qkv, True, None),
+    }
+    calls, outputs, failures = speed_bench._first_calls(makers, tensors)
+    assert list(calls) == list(outputs) == [OURS, FA2]
+    assert failures["import"] == "ImportError: undefined symbol" and failures["call"].startswith("AttributeError: ")
+    difference, other = speed_bench._difference(outputs)
+    assert difference is not None and 0 <= difference < 1e-5 and other == FA2
+    assert torch.equal(calls[FA2](), outputs[FA2]) and outputs[FA2].shape == tensors[0].shape
+
+
+def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round has each contestant once, each follows each other, and the rounds to warm up do not count."""
+    clock = [0.0]
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.time = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.time - self.time
+
+    def contestant(name: str, milliseconds: float) -> Callable[[], None]:
+        def call() -> None:
+            log.append(name)
+            clock[0] += milliseconds if len(log) > 3 * 4 else 1000.0
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = {name: contestant(name, time) for name, time in (("a", 2.0), ("b", 3.0), ("c", 5.0))}
+    assert speed_bench.take_turns(calls, 20, warm_up_seconds=0.0) == {"a": 0.002, "b": 0.003, "c": 0.005}
+    rounds = [log[index : index + 3] for index in range(0, len(log), 3)]
+    assert len(rounds) == 20 + 4 and all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert {pair for one in rounds for pair in itertools.pairwise(one)} == {
+        (a, b) for a in "abc" for b in "abc" if a != b
+    }
+
+
+# The plot
+
+
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    report = forward_report()
+    monkeypatch.setattr(speed_bench, "run", lambda *_, **__: report)
+    path = tmp_path / "speed.png"
+    assert main(["bench", "--forward", "--no-flex", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG\r\n") and "speed.png" in capsys.readouterr().err
+
+
+def test_bars_of_the_plot() -> None:
+    pytest.importorskip("matplotlib")
+    drawn = plot.figure(forward_report(), date="2026-01-02")
+    (axes,) = drawn.axes
+    assert axes.get_title() == "Attention forward, bf16, NVIDIA H200, 2026-01-02"
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "d128 causal 4k",
+        "d72 full 16k",
+        "d128 causal 4k softcap",
+    ]
+    bars = [bar.get_width() for bar in axes.patches]  # type: ignore[attr-defined]
+    assert bars == [330.4, 300.0, 500.0, 200.0, 210.0, 300.0, 150.0, 330.0, 500.0]
+    assert [text.get_text() for text in axes.texts][:3] == ["330 (0.66)", "300 (0.60)", "500"]
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        *(OURS, FA2, CUDNN, FLEX, "fagen without softcap", "cuDNN without softcap"),
+        *("goal", "matrix product (cuBLAS)"),
+    ]
+    colors = {bar.get_facecolor() for bar in axes.patches}
+    assert len(colors) == 6
+
+
+def test_text_of_the_plot_does_not_overlap() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    names = [contestant.name for contestant in contestants.everyone()]
+    tflops = dict.fromkeys([OURS, *names, PLAIN, CUDNN_PLAIN], 500.0)
+    results = tuple(Result(row, tflops, matmul=700.0) for row in speed_bench.rows())
+    drawn = plot.figure(dataclasses.replace(forward_report(), results=results), date="2026-01-02")
+    FigureCanvasAgg(drawn).draw()
+    (axes,) = drawn.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 13 * 9 and all(box.height >= 10 for box in boxes)
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+    names_boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert all(box.x0 >= 0 for box in names_boxes)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("speed.txt", SpecError, "is not named .png, .svg or .pdf"),
+        ("nowhere/speed.png", SpecError, "no such directory"),
+    ],
+)
+def test_a_path_that_cannot_be_drawn_to(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(error, match=message):
+        plot.check(tmp_path / name)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    monkeypatch.setattr(speed_bench, "run", lambda *_, **__: pytest.fail("measured before it looked"))
+    assert main(["bench", "--forward", "--plot", "speed.png"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "fagen: error: --plot needs matplotlib: pip install 'fagen[bench]' (or matplotlib alone)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +513,8 @@ def test_forward_command(form: list[str], monkeypatch: pytest.MonkeyPatch, capsy
         (["--compile", "--forward"], "--compile, --forward or --backward"),
         (["--forward", "--rows", "d96"], "matches none of: d64 full 16k"),
         (["--forward", "--markdown", "--json"], "exclude each other"),
+        (["--forward", "--against", "fa2,fa5"], "'fa5' is none of: fa2, cudnn"),
+        (["--compile", "--no-flex"], "belong to --forward and --backward"),
         (["--compile", "--arch", "sm42"], "unknown architecture"),
     ],
 )
@@ -244,12 +540,33 @@ def test_forward_without_a_gpu_says_so() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("softcap", [False, True])
 def test_a_tiny_row_on_the_gpu(softcap: bool, backward: bool) -> None:
-    report = speed_bench.run([Row(64, True, 256, softcap, backward, tokens=1024, width=128)], samples=3)
+    against = contestants.choose(["fa2", "cudnn", "flex"])
+    row = Row(64, True, 256, softcap, backward, tokens=1024, width=128)
+    report = speed_bench.run([row], against=against, samples=3)
     (result,) = report.results
     assert result.tflops[OURS] and report.card and report.arch.startswith("sm")
     assert {f"{OURS}{suffix}" for suffix in ("", " under autograd", " forward and backward")} < set(report.host_us)
-    if softcap:
-        assert result.ratio(PLAIN)
-    else:
-        assert result.ratio(FA2) and result.difference is not None and result.difference < 1e-2
+    assert result.tflops[FLEX] and FLEX not in result.failures
+    assert result.matmul and result.share_of_matmul and result.goal is None
+    assert result.ratio(PLAIN if softcap else FA2)
+    assert result.compared_with == (FLEX if softcap else FA2)
+    assert result.difference is not None and result.difference < 1e-2
     assert speed_bench.markdown(report, date="today", command="fagen bench --forward")
+
+
+@pytest.mark.gpu
+def test_each_contestant_on_the_gpu_computes_the_same() -> None:
+    """All that are installed, with and without softcap, forward and backward; one that cannot do a row says so."""
+    for softcap in (False, True):
+        for backward in (False, True):
+            generator = torch.Generator("cuda").manual_seed(0)
+            tensors = tuple(
+                torch.randn(2, 256, 4, 64, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+            )
+            for tensor in tensors:
+                tensor.requires_grad_(backward)
+            makers = speed_bench._makers(Row(64, True, 256, softcap, backward), contestants.choose(), None)
+            _, outputs, _ = speed_bench._first_calls(makers, tensors)
+            for name, output in outputs.items():
+                if name not in (PLAIN, CUDNN_PLAIN):
+                    torch.testing.assert_close(output, outputs[OURS], rtol=3e-2, atol=3e-2, msg=name)

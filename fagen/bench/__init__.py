@@ -1,1 +1,1 @@
-"""Benchmarks: `compile` times builds beside an empty file's, `forward` times kernels beside PyTorch's on a GPU."""
+"""Benchmarks: `compile` times builds beside an empty file's, `speed` times kernels beside others' on a GPU."""

@@ -1,15 +1,18 @@
-"""How fast kernels are: beside PyTorch's own on the same tensors, in turns, so that a drift of the clocks meets
-all of them."""
+"""How fast kernels are: beside other implementations on the same tensors, in turns, so that a drift of the clocks
+meets all of them, and beside the goals that were set."""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fagen.errors import ToolchainError
+from fagen.bench import goals
+from fagen.bench.contestants import CUDNN, Contestant, choose, everyone
+from fagen.errors import FagenError, ToolchainError
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -19,7 +22,12 @@ TOKENS = 16384  # batch * seqlen of every row
 WIDTH = 2048  # heads * head_dim of every row
 SOFTCAP = 50.0
 
-OURS, FA2, CUDNN, PLAIN = "fagen", "FA2", "cuDNN", "without softcap"
+MATMUL_SIZE = 8192  # of the square bf16 matrices whose product gives the card's matrix rate
+WARM_UP_SECONDS = 0.5  # of all contestants in turns before the first timing: a card's clocks settle under load
+
+# fagen's kernel, and in rows with softcap the same row without it: fagen's, and cuDNN's, which knows no softcap.
+OURS, PLAIN, CUDNN_PLAIN = "fagen", "without softcap", "cuDNN without"
+_MATMUL = "matmul"
 
 
 @dataclass(frozen=True)
@@ -58,24 +66,74 @@ class Row:
     def spec(self) -> AttentionSpec:
         return AttentionSpec(head_dim=self.head_dim, causal=self.causal, softcap=self.softcap, backward=self.backward)
 
+    @property
+    def reference(self) -> goals.Reference | None:
+        """What the row is to reach, for the rows of the tables."""
+        if (self.tokens, self.width) != (TOKENS, WIDTH):
+            return None
+        return (goals.BACKWARD if self.backward else goals.FORWARD).get(self.name)
+
 
 @dataclass(frozen=True)
 class Result:
-    """TFLOP/s of each contestant, None for one that cannot do the row. `difference`: ||fagen - FA2|| / ||FA2||."""
+    """TFLOP/s of each contestant, None for one that failed, of which `failures` has the reason.
+
+    `difference`: ||fagen - other|| / ||other|| of the outputs (backward: of the gradients of q), `compared_with` names
+    the other. `matmul`: TFLOP/s of a matrix product through cuBLAS in the same turns.
+    """
 
     row: Row
     tflops: Mapping[str, float | None]
-    difference: float | None
+    difference: float | None = None
+    compared_with: str | None = None
+    failures: Mapping[str, str] = field(default_factory=dict)
+    matmul: float | None = None
 
     def ratio(self, other: str) -> float | None:
         """How many times as fast as `other` fagen is."""
-        ours, theirs = self.tflops.get(OURS), self.tflops.get(other)
-        return ours / theirs if ours and theirs else None
+        return _quotient(self.tflops.get(OURS), self.tflops.get(other))
+
+    @property
+    def cudnn(self) -> float | None:
+        """TFLOP/s of cuDNN, of the same row without softcap if it has one: what goals are multiples of."""
+        return self.tflops.get(CUDNN_PLAIN if self.row.softcap else CUDNN)
+
+    def to_cudnn(self, name: str) -> float | None:
+        """How many times as fast as cuDNN (see `cudnn`) a contestant is."""
+        return _quotient(self.tflops.get(name), self.cudnn)
+
+    @property
+    def goal(self) -> float | None:
+        """TFLOP/s to reach: the row's goal, scaled by cuDNN's rate in this run."""
+        reference, cudnn = self.row.reference, self.cudnn
+        return reference.goal_today(cudnn) if reference and cudnn else None
+
+    @property
+    def goal_ratio(self) -> float | None:
+        """fagen's part of the goal."""
+        return _quotient(self.tflops.get(OURS), self.goal)
+
+    @property
+    def fa3_scaled(self) -> float | None:
+        """TFLOP/s of FlashAttention-3 in the run that the goals are from, scaled by cuDNN's rate in this one."""
+        reference, cudnn = self.row.reference, self.cudnn
+        return reference.fa3_today(cudnn) if reference and cudnn else None
+
+    @property
+    def fa3_scaled_ratio(self) -> float | None:
+        """How many times as fast as that fagen is."""
+        return _quotient(self.tflops.get(OURS), self.fa3_scaled)
+
+    @property
+    def share_of_matmul(self) -> float | None:
+        """fagen's part of the card's matrix rate."""
+        return _quotient(self.tflops.get(OURS), self.matmul)
 
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, as `host_times` gives them."""
+    """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, as `host_times` gives them, or none
+    and the reason in `host_failure`."""
 
     card: str
     arch: str
@@ -83,10 +141,44 @@ class SpeedReport:
     driver: str
     results: tuple[Result, ...]
     host_us: Mapping[str, float]
+    host_failure: str | None = None
+
+    @property
+    def direction(self) -> str:
+        return "backward" if self.results[0].row.backward else "forward"
+
+    @property
+    def matmul(self) -> float | None:
+        """TFLOP/s of the matrix product, the median of the rows'."""
+        rates = [result.matmul for result in self.results if result.matmul]
+        return statistics.median(rates) if rates else None
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """One line for each contestant that failed: in how many rows, and why in the first."""
+        first: dict[str, tuple[Row, str]] = {}
+        count: dict[str, int] = {}
+        for result in self.results:
+            for name, reason in result.failures.items():
+                first.setdefault(name, (result.row, reason))
+                count[name] = count.get(name, 0) + 1
+        lines = [
+            f"{name} failed in {count[name]} of {len(self.results)} rows; {row.name}: {reason}"
+            for name, (row, reason) in first.items()
+        ]
+        return (*lines, *([f"host times failed: {self.host_failure}"] if self.host_failure else []))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text: the first column names the row, numbers stand in the others."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 def rows() -> tuple[Row, ...]:
-    """The rows of the forward table; those with softcap run against the same kernel without it."""
+    """The rows of the forward table."""
     lengths = [
         *((64, causal, 16384) for causal in (False, True)),
         *((128, causal, seqlen) for causal in (False, True) for seqlen in (1024, 4096, 16384)),
@@ -105,36 +197,49 @@ def backward_rows() -> tuple[Row, ...]:
 def run(
     chosen: Sequence[Row],
     *,
+    against: Sequence[Contestant] | None = None,
     arch: str | None = None,
     samples: int = 30,
     on_done: Callable[[Row], None] = lambda row: None,
 ) -> SpeedReport:
-    """Measures `chosen` on the current GPU: medians of `samples` timings by CUDA events.
+    """Measures `chosen` on the current GPU, beside `against` (by default all that are installed): medians of `samples`
+    timings by CUDA events. A contestant that fails in a row has no figure there, and neither has fagen.
 
-    Raises ToolchainError without a GPU that PyTorch can use, and what `fagen.load` raises.
+    Raises ToolchainError without a GPU that PyTorch can use, and what `fagen.load` raises where no row has a kernel.
     """
     import torch
 
     if not torch.cuda.is_available():
         raise ToolchainError("no GPU that PyTorch can use: this measures on one (see fagen doctor)")
+    against = choose() if against is None else against
+    target = _target(chosen, arch)
     results = []
     for row in chosen:
-        results.append(measure(row, arch=arch, samples=samples))
+        results.append(measure(row, against=against, arch=arch, samples=samples))
         on_done(row)
     from fagen.driver import driver_version
 
     driver = driver_version()
+    host_us: Mapping[str, float] = {}
+    host_failure = None
+    try:
+        host_us = host_times(arch)
+    except FagenError as error:
+        host_failure = _first_line(error)
     return SpeedReport(
         card=torch.cuda.get_device_name(),
-        arch=_load(chosen[0].spec, arch).kernel(torch.device("cuda", torch.cuda.current_device())).arch.name,
+        arch=target,
         torch=torch.__version__,
         driver="unknown" if driver is None else f"CUDA {driver[0]}.{driver[1]}",
         results=tuple(results),
-        host_us=host_times(arch),
+        host_us=host_us,
+        host_failure=host_failure,
     )
 
 
-def measure(row: Row, *, arch: str | None = None, samples: int = 30) -> Result:
+def measure(
+    row: Row, *, against: Sequence[Contestant] | None = None, arch: str | None = None, samples: int = 30
+) -> Result:
     """One row on the current GPU."""
     import torch
 
@@ -143,39 +248,54 @@ def measure(row: Row, *, arch: str | None = None, samples: int = 30) -> Result:
     q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for tensor in (q, k, v):
         tensor.requires_grad_(row.backward)
-    contestants = {OURS: _ours(row.spec, arch, q, k, v)}
-    if row.softcap:
-        contestants[PLAIN] = _ours(replace(row, softcap=False).spec, arch, q, k, v)
-    else:
-        contestants |= _sdpa(q, k, v, row.causal)
-    if row.backward:
-        contestants = {name: _backward(name, forward, (q, k, v)) for name, forward in contestants.items()}
-    outputs = {name: output for name, call in contestants.items() if (output := _first_call(name, call)) is not None}
-    seconds = take_turns({name: contestants[name] for name in outputs}, samples)
-    difference = None
-    if FA2 in outputs:
-        expected = outputs[FA2].float()
-        difference = float(
-            torch.linalg.vector_norm(outputs[OURS].float() - expected) / torch.linalg.vector_norm(expected)
-        )
-    tflops = {name: row.flop / seconds[name] / 1e12 if name in seconds else None for name in contestants}
-    return Result(row, tflops, difference)
+    makers = _makers(row, choose() if against is None else against, arch)
+    calls, outputs, failures = _first_calls(makers, (q, k, v))
+    difference, compared_with = _difference(outputs)
+    outputs.clear()
+    seconds = take_turns(calls | {_MATMUL: _matmul()}, samples)
+    return Result(
+        row,
+        {name: row.flop / seconds[name] / 1e12 if name in seconds else None for name in makers},
+        difference,
+        compared_with,
+        failures,
+        2 * MATMUL_SIZE**3 / seconds[_MATMUL] / 1e12,
+    )
 
 
-def take_turns(contestants: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, float]:
-    """Median seconds of a call of each, by CUDA events: `samples` rounds of one call each, after three to warm up."""
+def take_turns(
+    contestants: Mapping[str, Callable[[], Any]], samples: int, warm_up_seconds: float = WARM_UP_SECONDS
+) -> dict[str, float]:
+    """Median seconds of a call of each, by CUDA events: `samples` rounds of one call each, after rounds to warm up.
+
+    The order changes from round to round, so that none always follows one that heats the card or fills its cache.
+    """
     import torch
 
     new_event: Any = torch.cuda.Event
     events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in contestants}
-    for round_number in range(samples + 3):
-        for name, call in contestants.items():
+    order = list(contestants)
+    shuffle = random.Random(0).shuffle
+
+    def one_round(timed: bool) -> None:
+        shuffle(order)
+        for name in order:
             start, end = new_event(enable_timing=True), new_event(enable_timing=True)
             start.record()
-            call()
+            contestants[name]()
             end.record()
-            if round_number >= 3:
+            if timed:
                 events[name].append((start, end))
+
+    begin = time.perf_counter()
+    rounds = 0
+    while rounds < 3 or time.perf_counter() - begin < warm_up_seconds:
+        one_round(timed=False)
+        torch.cuda.synchronize()
+        rounds += 1
+    one_round(timed=False)  # the host gets ahead of the card again
+    for _ in range(samples):
+        one_round(timed=True)
     torch.cuda.synchronize()
     return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in events.items()}
 
@@ -216,22 +336,53 @@ def host_times(arch: str | None = None, calls: int = 200, samples: int = 9) -> d
     return {name: statistics.median(values) * 1e6 for name, values in taken.items()}
 
 
+def tables(report: SpeedReport) -> tuple[Table, ...]:
+    """The rows without softcap and those with it, each with the contestants that it has."""
+    halves = [[result for result in report.results if result.row.softcap is capped] for capped in (False, True)]
+    titles = (report.direction, f"{report.direction}, cap {SOFTCAP:g}")
+    return tuple(_table(title, results) for title, results in zip(titles, halves, strict=True) if results)
+
+
+def legend(report: SpeedReport) -> list[str]:
+    """What the columns mean, a phrase each."""
+    parts = ["TFLOP/s, in parentheses over cuDNN in the same turns (with softcap: over cuDNN without)"]
+    if any(result.goal for result in report.results):
+        parts.append("goal, FA3 scaled: what was set and what FlashAttention-3 reached on an H200, scaled by cuDNN")
+    if report.matmul:
+        size = f"{MATMUL_SIZE} x {MATMUL_SIZE} x {MATMUL_SIZE}"
+        parts.append(f"matmul: {size} in bf16 through cuBLAS in the same turns, {report.matmul:.0f} TFLOP/s")
+    others = list(dict.fromkeys(result.compared_with for result in report.results if result.compared_with))
+    if others:
+        what = "gradients of q" if report.direction == "backward" else "outputs"
+        parts.append(f"difference: of the {what} from those of {' or '.join(others)}, norm over norm")
+    return parts
+
+
 def markdown(report: SpeedReport, *, date: str, command: str) -> str:
     """The report as a section of BENCHMARKS.md."""
     parts = [
         f"{report.card}, {date}, kernels for {report.arch}, PyTorch {report.torch}, driver for {report.driver}: "
         f"`{command}`",
-        f"bf16, {TOKENS} tokens, heads * d = {WIDTH}, TFLOP/s, medians of CUDA-event timings taken in turns.",
+        f"bf16, {TOKENS} tokens, heads * d = {WIDTH}, medians of CUDA-event timings taken in turns. "
+        f"{'; '.join(legend(report))}.",
     ]
-    plain = [result for result in report.results if not result.row.softcap]
-    capped = [result for result in report.results if result.row.softcap]
-    direction = "backward" if report.results[0].row.backward else "forward"
-    if plain:
-        parts.append(_markdown_table(direction, plain, (FA2, CUDNN)))
-    if capped:
-        parts.append(_markdown_table(f"{direction}, cap {SOFTCAP:g}", capped, (PLAIN,)))
-    host = ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items())
-    return "\n\n".join([*parts, f"Host time of one call, B=1, S=128: {host}"])
+    for table in tables(report):
+        lines = (table.header, ("---", *("---:" for _ in table.header[1:])), *table.rows)
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join([*parts, *host_line(report)])
+
+
+def host_line(report: SpeedReport) -> list[str]:
+    """The host times as one line of text, where there are any."""
+    times = ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items())
+    return [f"Host time of one call, B=1, S=128: {times}"] if times else []
+
+
+def cell(result: Result, name: str) -> str:
+    """What a contestant reached in a row, "664 (1.08)" where cuDNN has a figure to compare with."""
+    value, ratio = result.tflops.get(name), result.to_cudnn(name)
+    compared = ratio is not None and name not in (CUDNN, CUDNN_PLAIN)
+    return f"{number(value)} ({number(ratio, 2)})" if compared else number(value)
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -239,17 +390,54 @@ def number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _markdown_table(title: str, results: Sequence[Result], others: Sequence[str]) -> str:
-    header = (title, OURS, *others, *(f"{OURS} / {name}" for name in others))
-    cells = [
-        (
-            result.row.name,
-            *(number(result.tflops.get(name)) for name in (OURS, *others)),
-            *(number(result.ratio(name), 2) for name in others),
-        )
-        for result in results
+def _table(title: str, results: Sequence[Result]) -> Table:
+    found = {name for result in results for name in result.tflops}
+    names = [name for name in columns() if name in found]
+    others = [name for name in names if name not in (OURS, CUDNN, CUDNN_PLAIN)]
+    # Each optional column: its header, its cell, and whether any row has a number in it.
+    derived = [
+        *((f"{OURS} / {name}", [number(result.ratio(name), 2) for result in results]) for name in others),
+        (f"{OURS} / FA3 scaled", [number(result.fa3_scaled_ratio, 2) for result in results]),
+        (f"{OURS} / goal", [number(result.goal_ratio, 2) for result in results]),
+        ("of matmul", [_percent(result.share_of_matmul) for result in results]),
+        ("difference", ["-" if result.difference is None else f"{result.difference:.1e}" for result in results]),
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---", *("---:" for _ in header[1:])), *cells))
+    shown = [(header, cells) for header, cells in derived if set(cells) != {"-"}]
+    return Table(
+        (title, *names, *(header for header, _ in shown)),
+        tuple(
+            (result.row.name, *(cell(result, name) for name in names), *(cells[index] for _, cells in shown))
+            for index, result in enumerate(results)
+        ),
+    )
+
+
+def columns() -> tuple[str, ...]:
+    """All names that a result can have, in the order of the tables."""
+    return (OURS, *(contestant.name for contestant in everyone()), PLAIN, CUDNN_PLAIN)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _quotient(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def _target(chosen: Sequence[Row], arch: str | None) -> str:
+    """What the kernels are for. Raises what `fagen.load` raises where it raises it for every row."""
+    import torch
+
+    errors = []
+    for row in chosen:
+        try:
+            kernel = _load(row.spec, arch).kernel(torch.device("cuda", torch.cuda.current_device()))
+        except FagenError as error:
+            errors.append(error)
+        else:
+            return str(kernel.arch.name)
+    raise errors[0]
 
 
 def _load(spec: AttentionSpec, arch: str | None) -> Any:
@@ -266,21 +454,69 @@ def _ours(
     return lambda: attention(q, k, v, **values)
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Callable[[], Any]]:
-    """PyTorch's backends on the same memory; each takes (B, H, S, D) views of it as they are."""
+def _makers(row: Row, against: Sequence[Contestant], arch: str | None) -> dict[str, Callable[..., Callable[[], Any]]]:
+    """Who takes part in a row: by name, what makes the call of its forward."""
+
+    def of(contestant: Contestant, softcap: float | None) -> Callable[..., Callable[[], Any]]:
+        return lambda q, k, v: contestant.make(q, k, v, row.causal, softcap)
+
+    makers: dict[str, Callable[..., Callable[[], Any]]] = {OURS: lambda *qkv: _ours(row.spec, arch, *qkv)}
+    softcap = SOFTCAP if row.softcap else None
+    makers |= {other.name: of(other, softcap) for other in against if other.softcap or not row.softcap}
+    if row.softcap:
+        makers[PLAIN] = lambda *qkv: _ours(replace(row, softcap=False).spec, arch, *qkv)
+        makers.update((CUDNN_PLAIN, of(other, None)) for other in against if other.name == CUDNN)
+    return makers
+
+
+def _first_calls(
+    makers: Mapping[str, Callable[..., Callable[[], Any]]], qkv: tuple[torch.Tensor, ...]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, torch.Tensor], dict[str, str]]:
+    """The call of each, what its first call returned, and of those that failed why.
+
+    A call computes the output, or, for tensors that need gradients, those gradients; then it returns that of q.
+    """
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q1, k1, v1 = (x.transpose(1, 2) for x in (q, k, v))
+    calls: dict[str, Callable[[], Any]] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    failures: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            call = make(*qkv)
+            if qkv[0].requires_grad:
+                call = _backward(call(), qkv)
+            output = call()
+            if output.is_cuda:
+                torch.cuda.synchronize()
+        except Exception as error:
+            failures[name] = _first_line(error)
+        else:
+            calls[name], outputs[name] = call, output
+    return calls, outputs, failures
 
-    def with_backend(backend: SDPBackend) -> Callable[[], Any]:
-        def call() -> Any:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, is_causal=causal).transpose(1, 2)
 
-        return call
+def _matmul() -> Callable[[], Any]:
+    """The product of two large bf16 matrices through cuBLAS."""
+    import torch
 
-    return {FA2: with_backend(SDPBackend.FLASH_ATTENTION), CUDNN: with_backend(SDPBackend.CUDNN_ATTENTION)}
+    generator = torch.Generator("cuda").manual_seed(2)
+    shape = (MATMUL_SIZE, MATMUL_SIZE)
+    a, b = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=c)
+
+
+def _difference(outputs: Mapping[str, torch.Tensor]) -> tuple[float | None, str | None]:
+    """How far fagen's output is from another's, and whose: the first of those that compute the same."""
+    import torch
+
+    other = next((name for name in outputs if name not in (OURS, PLAIN, CUDNN_PLAIN)), None)
+    if other is None or OURS not in outputs:
+        return None, None
+    expected = outputs[other].float()
+    norm = torch.linalg.vector_norm
+    return float(norm(outputs[OURS].float() - expected) / norm(expected)), other
 
 
 def _default_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
@@ -299,27 +535,16 @@ def _forward_and_backward(
     return lambda: torch.autograd.grad(forward(), inputs, d_o)
 
 
-def _backward(name: str, forward: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
-    """A call that computes the gradients of `inputs`, after one forward; it returns that of q."""
+def _backward(o: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    """A call that computes the gradients of `inputs` through `o`; it returns that of q."""
     import torch
 
-    o = _first_call(name, forward)
-    if o is None:
-        return lambda: _refuse(name)
-    generator = torch.Generator("cuda").manual_seed(1)
-    d_o = torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype)
+    generator = torch.Generator(o.device).manual_seed(1)
+    d_o = torch.randn(o.shape, generator=generator, device=o.device, dtype=o.dtype)
     return lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)[0]
 
 
-def _refuse(name: str) -> None:
-    raise RuntimeError(f"{name} does not serve this row")
-
-
-def _first_call(name: str, call: Callable[[], Any]) -> Any:
-    """Output of the first call; None where a backend of PyTorch does not serve the row. Ours must."""
-    if name in (OURS, PLAIN):
-        return call()
-    try:
-        return call()
-    except RuntimeError:
-        return None
+def _first_line(error: Exception) -> str:
+    """An exception for one line of text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

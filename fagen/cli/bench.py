@@ -5,13 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from fagen.arch import resolve
 from fagen.bench import compile as compile_bench
+from fagen.bench import contestants, plot
 from fagen.bench import speed as speed_bench
 from fagen.cli import output
 from fagen.cli.options import JsonOption
@@ -20,10 +23,16 @@ from fagen.errors import SpecError
 Row = TypeVar("Row", compile_bench.Job, speed_bench.Row)
 
 
+_AGAINST_HELP = (
+    f"whom to time on a GPU: {', '.join(contestant.key for contestant in contestants.everyone())}; default: all that "
+    "are installed"
+)
+
+
 def bench(
     compile_times: Annotated[bool, typer.Option("--compile", help="time builds, cold and warm")] = False,
-    forward: Annotated[bool, typer.Option("--forward", help="time forward kernels on a GPU, beside PyTorch's")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="time gradients on a GPU, beside PyTorch's")] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="time forward kernels on a GPU, beside others")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="time gradients on a GPU, beside others")] = False,
     arch: Annotated[
         str | None, typer.Option("--arch", metavar="ARCH", help="target; default: sm80, on a GPU the GPU's")
     ] = None,
@@ -33,6 +42,13 @@ def bench(
     repeats: Annotated[
         int | None, typer.Option("--repeats", min=1, metavar="N", help="timings a row; default: 5, on a GPU 30")
     ] = None,
+    against: Annotated[str | None, typer.Option("--against", metavar="NAME,...", help=_AGAINST_HELP)] = None,
+    no_flex: Annotated[
+        bool, typer.Option("--no-flex", help="without FlexAttention, which compiles for seconds in every row")
+    ] = False,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="draw the speeds too: .png, .svg or .pdf")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="print a section for BENCHMARKS.md")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -41,12 +57,23 @@ def bench(
         raise SpecError("say what to measure: --compile, --forward or --backward")
     if markdown and as_json:
         raise SpecError("--markdown and --json exclude each other")
+    if compile_times and (against or no_flex or plot_file):
+        raise SpecError("--against, --no-flex and --plot belong to --forward and --backward")
     command = shlex.join(["fagen", *sys.argv[1:]])
     if compile_times:
         _compile(arch or "sm80", rows, repeats or 5, markdown, as_json, command)
     else:
         chosen = _chosen(speed_bench.rows() if forward else speed_bench.backward_rows(), rows)
-        _speed(chosen, arch, repeats or 30, markdown, as_json, command)
+        names = None if against is None else [name.strip() for name in against.split(",")]
+        others = contestants.choose(names, flex=not no_flex)
+        if plot_file is not None:
+            plot.check(plot_file)
+        target = None if arch is None else _one_arch(arch)
+        with output.progress("measuring", len(chosen)) as step:
+            report = speed_bench.run(
+                chosen, against=others, arch=target, samples=repeats or 30, on_done=lambda row: step(row.name)
+            )
+        _speed(report, markdown, as_json, command, plot_file)
 
 
 def _compile(arch: str, text: str | None, repeats: int, markdown: bool, as_json: bool, command: str) -> None:
@@ -108,59 +135,70 @@ def _timing(timing: compile_bench.Timing) -> dict[str, Any]:
 
 
 def _speed(
-    chosen: list[speed_bench.Row], arch: str | None, samples: int, markdown: bool, as_json: bool, command: str
+    report: speed_bench.SpeedReport, markdown: bool, as_json: bool, command: str, plot_file: Path | None
 ) -> None:
-    arch = None if arch is None else _one_arch(arch)
-    with output.progress("measuring", len(chosen)) as step:
-        report = speed_bench.run(chosen, arch=arch, samples=samples, on_done=lambda row: step(row.name))
     today = date.today().isoformat()
     if as_json:
-        rows = [
-            {
-                "name": result.row.name,
-                "spec": result.row.spec.model_dump(mode="json"),
-                "batch": result.row.batch,
-                "heads": result.row.heads,
-                "seqlen": result.row.seqlen,
-                "flop": result.row.flop,
-                "tflops": result.tflops,
-                "difference": result.difference,
-            }
-            for result in report.results
-        ]
-        output.emit(
-            {
-                "command": command,
-                "date": today,
-                "card": report.card,
-                "arch": report.arch,
-                "torch": report.torch,
-                "driver": report.driver,
-                "rows": rows,
-                "host_us": report.host_us,
-            }
-        )
-        return
-    if markdown:
+        output.emit(_document(report, today, command))
+    elif markdown:
         print(speed_bench.markdown(report, date=today, command=command))
-        return
-    columns = (speed_bench.OURS, speed_bench.FA2, speed_bench.CUDNN, speed_bench.PLAIN)
-    table = output.table(
-        "TFLOP/s",
-        *(output.right(name) for name in columns),
-        *(output.right(f"/ {name}") for name in columns[1:]),
-        output.right("difference"),
-    )
-    for result in report.results:
-        table.add_row(
-            result.row.name,
-            *(speed_bench.number(result.tflops.get(name)) for name in columns),
-            *(speed_bench.number(result.ratio(name), 2) for name in columns[1:]),
-            "-" if result.difference is None else f"{result.difference:.1e}",
-        )
-    output.console().print(table)
-    host = ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items())
-    output.note(f"{report.card}, {report.arch}; host time of one call, B=1, S=128: {host}")
+    else:
+        for index, table in enumerate(speed_bench.tables(report)):
+            title, *names = (name.removeprefix(f"{speed_bench.OURS} ") for name in table.header)
+            filled = output.table(title, *(output.right(name) for name in names))
+            for row in table.rows:
+                filled.add_row(*row)
+            if index:
+                print()
+            output.console().print(filled)
+        output.note(f"{report.card}, {report.arch}")
+        for line in (*speed_bench.legend(report), *speed_bench.host_line(report)):
+            output.note(line)
+    for line in report.failures:
+        output.note(line)
+    if plot_file is not None:
+        plot.save(report, plot_file, date=today)
+        output.note(f"drawn: {output.short(plot_file)}")
+    if any(speed_bench.OURS in result.failures for result in report.results):
+        raise typer.Exit(1)
+
+
+def _document(report: speed_bench.SpeedReport, today: str, command: str) -> dict[str, Any]:
+    return {
+        "command": command,
+        "date": today,
+        "card": report.card,
+        "arch": report.arch,
+        "torch": report.torch,
+        "driver": report.driver,
+        "matmul_tflops": report.matmul,
+        "rows": [_result(result) for result in report.results],
+        "host_us": report.host_us,
+    }
+
+
+def _result(result: speed_bench.Result) -> dict[str, Any]:
+    row, reference = result.row, result.row.reference
+    return {
+        "name": row.name,
+        "spec": row.spec.model_dump(mode="json"),
+        "batch": row.batch,
+        "heads": row.heads,
+        "seqlen": row.seqlen,
+        "flop": row.flop,
+        "tflops": result.tflops,
+        "to_cudnn": {name: result.to_cudnn(name) for name in result.tflops},
+        "failures": result.failures,
+        "reference": reference and asdict(reference),
+        "fa3_scaled_tflops": result.fa3_scaled,
+        "fa3_scaled_ratio": result.fa3_scaled_ratio,
+        "goal_tflops": result.goal,
+        "goal_ratio": result.goal_ratio,
+        "matmul_tflops": result.matmul,
+        "share_of_matmul": result.share_of_matmul,
+        "difference": result.difference,
+        "compared_with": result.compared_with,
+    }
 
 
 def _chosen(rows: Sequence[Row], text: str | None) -> list[Row]:
