@@ -7,6 +7,10 @@
 // not landed, and races: two threads, one of them writing, with no barrier between them. It compares positions between
 // barriers and not moments, so a race is reported whatever order the fibers happened to run in.
 //
+// A block that uses more than __syncthreads and __syncwarp (mbarriers, named barriers, asynchronous products, the copy
+// engine) is `pipelined`: each thread then has a vector of clocks, which says up to which tick the accesses of each
+// other actor happened before. Barriers carry those vectors from who arrives to who waits.
+//
 // Needs C++17 with the GNU builtins (g++ or clang++). Flags, and why:
 //   -std=c++17 -O2 -fPIC -shared -pthread
 //   -fvisibility=hidden  several libraries made from this text are loaded side by side: only the launch is exported
@@ -55,8 +59,15 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 LANES = 32;
+constexpr u32 GROUP_WARPS = 4;  // of a warpgroup
+constexpr u32 GROUP_THREADS = GROUP_WARPS * LANES;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 MAX_THREADS = 1024;
+constexpr u32 MAX_WARPS = MAX_THREADS / LANES;
+constexpr u32 MAX_GROUPS = MAX_THREADS / GROUP_THREADS;
+constexpr u32 MAX_MBARRIERS = 64;
+constexpr u32 NAMED_BARRIERS = 16;
+constexpr u32 REGISTER_FILE = 65536;        // of a multiprocessor; a block that budgets registers has it to itself
 constexpr u32 MAX_SHARED_BYTES = 1u << 20;  // more than any device has; keeps offsets and sizes far from overflow
 
 // Where dynamic shared memory starts. Not zero, so that an address computed without shared_base() is out of bounds.
@@ -92,11 +103,16 @@ struct Launch {
     size_t message_bytes;
 };
 
+enum WaitKind : u32 { WAIT_WARP_OR_BLOCK, WAIT_GROUP, WAIT_MBARRIER, WAIT_NAMED, WAIT_REGISTERS };
+
 // What a fiber waits for; `at` is null while it can run.
 struct Wait {
     const char* at;
     int line;
     u32 mask;  // lanes that take part, for a warp collective
+    WaitKind kind;
+    u32 object;  // index of the mbarrier, number of the named barrier, registers wanted
+    u32 parity;
 };
 
 // An asynchronous copy of 16 bytes that has been issued and has not landed. source is null for a zero fill.
@@ -107,6 +123,8 @@ struct Copy {
 
 struct Warp;
 struct Block;
+
+constexpr u32 FENCES = 8;
 
 struct Fiber {
     jmp_buf context;
@@ -120,6 +138,11 @@ struct Fiber {
     Copy* copies;    // in order of issue
     u32 first_copy, n_copies, copy_capacity;
     u32 group;  // number of cp_async_commit so far
+    // Of a pipelined block:
+    u32* clocks;         // accesses of an actor before its clock here are ordered before this thread's; see Clocks
+    u32 bulk_group;      // number of tma_store_commit so far
+    u32 n_fences;        // number of fence_proxy_async so far
+    u32 fences[FENCES];  // ticks of the newest ones
 };
 
 struct Warp {
@@ -128,19 +151,81 @@ struct Warp {
     u32 waiting;  // lanes that wait at a collective
     u32 ordered;  // accesses of this warp before this tick are ordered for all its lanes
     Fiber* lanes;
+    u32 elected;  // the lane that arrives alone where not all do; LANES: none yet
+};
+
+// A barrier's part in the order: what its arrivals of this phase bring, and what those of completed phases brought.
+struct Sync {
+    u32 *arriving, *completed;  // clocks
+    u32 arrived[MAX_WARPS];     // lanes, this phase
+    u32 last[MAX_WARPS];        // tick of the latest arrival of any lane
+    u32 elected[MAX_WARPS];     // and of the elected one; 0: none
+};
+
+struct Mbarrier {
+    Sync sync;
+    u32 offset;    // of the object in shared memory
+    u32 expected;  // arrivals a phase
+    u32 pending;   // arrivals that this phase still waits for
+    int bytes;     // and bytes; negative where copies have landed that nobody has announced
+    u32 phase;
+    u32 phase_bytes;  // landed in this phase
+    u32 landed;       // 1 + the latest completed phase with bytes
+    u32 awaited;      // 1 + the latest phase that somebody has waited for
+    u32 init_thread, init_tick;
+    int init_line;
+    bool fenced;  // for the copy engine, by mbarrier_init_fence
+};
+
+struct NamedBarrier {
+    Sync sync;
+    u32 expected, arrived;  // threads; none expected: unused since it last completed
+    u32 generation;
+    u32 first;  // thread
+    int first_line;
+};
+
+struct Group {
+    u32 arrived;  // threads at a collective of the warpgroup
+    Fiber* first;
+    u32 registers;  // a thread
+    u32 wanted;     // by a setmaxnreg_inc that waits, or 0
 };
 
 // Shadow of 4 bytes of shared memory. Ticks count barriers, block's and warps' alike, over the life of an OS thread, so
 // that a new block outdates all records without clearing them.
 struct Word {
-    u32 write_tick;  // IN_FLIGHT while an asynchronous copy to it has not landed
+    u32 write_tick;  // or one of the marks below
     u32 read_tick;
     u16 writer;  // thread
     // Two readers since the last barrier, of two warps if there are such: enough to convict any writer. Equal if one.
     u16 reader, other_reader;
     u16 write_line, read_line;
+    u16 readers;  // where read_tick is MANY: the index of its Readers
 };
-constexpr u32 IN_FLIGHT = 0xffffffffu;
+constexpr u32 IN_FLIGHT = 0xffffffffu;   // write_tick: an asynchronous copy of `writer` has not landed
+constexpr u32 MANY = 0xfffffffeu;        // read_tick: several warps read it, none ordered before another
+constexpr u32 LOADING = 0xfffffffdu;     // write_tick: a copy of the engine that `writer` issued has not landed
+constexpr u32 MBARRIER = 0xfffffffcu;    // write_tick: part of the mbarrier number `writer`
+constexpr u32 BY_ENGINE = 0x80000000u;   // write_tick, with the tick: the copy engine wrote it, for mbarrier `writer`
+constexpr u32 MOST_TICKS = 0x7fffffffu;  // beyond are the marks
+
+// The reads of a word by each warp, where they are not ordered.
+struct Reader {
+    u32 tick;
+    u16 lane, other_lane, line;
+};
+
+// The latest read of 16 bytes of shared memory by one unit that reads asynchronously: the tensor cores of each
+// warpgroup, by its index, and after them the copy engine.
+struct UnitReader {
+    u32 tick;
+    u16 line;
+    u16 thread;  // that issued the copy
+};
+
+struct Engine;
+struct Products;
 
 // A block that runs, and what its OS thread keeps for the next one.
 struct Block {
@@ -156,7 +241,7 @@ struct Block {
     u32 ready_warps;
     u32 running;  // threads that have not exited
     u32 at_barrier;
-    const Fiber* first_at_barrier;
+    Fiber* first_at_barrier;
     u32 tick;
     u32 started;  // tick at which this block began: words written before it are unwritten
     u32 ordered;  // accesses before this tick are ordered for all threads
@@ -164,6 +249,30 @@ struct Block {
     Word* shadow;
     Range hot_range;  // the last one that an access fell into
     u64 random;
+
+    // Of pipelined blocks only, made when the first one needs it.
+    bool pipelined;
+    bool unit_reads;  // somebody reads shared memory asynchronously
+    u32 n_groups;
+    u32 n_clocks, max_clocks;
+    u32* scratch;  // clocks
+    Mbarrier* mbarriers;
+    u32 n_mbarriers;
+    NamedBarrier* named;
+    Group groups[MAX_GROUPS];
+    Reader* readers;           // n_warps for each index
+    u32 n_readers;             // indices in use, from 1
+    UnitReader* unit_readers;  // n_groups + 1 for each 16 bytes
+    Engine* engine;
+    bool (*land)(Block&);         // lets a copy land; false: there is none in flight
+    void (*leave)(Fiber&);        // a thread exits
+    void (*finish)(Fiber& last);  // all threads have exited
+    Products* products[MAX_GROUPS];
+    struct Owned {
+        void* memory;
+        size_t bytes;
+    } owned[16];
+    u32 n_owned;
 };
 
 static thread_local Fiber* current = nullptr;
@@ -209,16 +318,64 @@ static void describe(const Fiber& fiber, bool several, char* text, size_t bytes)
     if (fiber.exited) return append(text, bytes, "%s exited", several ? "have" : "has");
     append(text, bytes, "%s at %s, line %d", several ? "wait" : "waits", wait.at, wait.line);
     if (wait.mask && wait.mask != ALL_LANES) append(text, bytes, " (mask 0x%08x)", wait.mask);
+    const Block& block = *fiber.block;
+    if (wait.kind == WAIT_MBARRIER) {
+        const Mbarrier& barrier = block.mbarriers[wait.object];
+        append(text, bytes, " for parity %u of the mbarrier at shared byte %u (in phase %u, parity %u: ", wait.parity,
+               barrier.offset, barrier.phase, barrier.phase & 1);
+        append(text, bytes, "%u of %u arrivals and %d bytes are missing)", barrier.pending, barrier.expected,
+               barrier.bytes);
+    } else if (wait.kind == WAIT_NAMED) {
+        const NamedBarrier& barrier = block.named[wait.object];
+        append(text, bytes, " for barrier %u (%u of %u threads have arrived)", wait.object, barrier.arrived,
+               barrier.expected);
+    } else if (wait.kind == WAIT_REGISTERS) {
+        u32 taken = 0;
+        for (u32 i = 0; i < block.n_groups; i++) taken += block.groups[i].registers;
+        append(text, bytes, " for %u registers a thread (it has %u; all warpgroups together %u)", wait.object,
+               block.groups[fiber.warp->index / GROUP_WARPS].registers, taken);
+    }
 }
 
 static bool waits_with(const Fiber& a, const Fiber& b) {
     if (a.exited || b.exited) return a.exited && b.exited;
-    return a.wait.at == b.wait.at && a.wait.line == b.wait.line && a.wait.mask == b.wait.mask;
+    return a.wait.at == b.wait.at && a.wait.line == b.wait.line && a.wait.mask == b.wait.mask &&
+           a.wait.object == b.wait.object && a.wait.parity == b.wait.parity;
+}
+
+// Where all threads of the block are, those that wait at one place together.
+static void describe_all(const Block& block, char* text, size_t bytes) {
+    const u32 threads = block.launch->threads;
+    for (u32 i = 0; i < threads; i++) {
+        const Fiber& fiber = block.fibers[i];
+        bool seen = false;
+        for (u32 j = 0; j < i && !seen; j++) seen = waits_with(block.fibers[j], fiber);
+        if (seen) continue;
+        u32 count = 0;
+        for (u32 j = i; j < threads; j++) count += waits_with(block.fibers[j], fiber);
+        append(text, bytes, "\n  %u of %u threads ", count, threads);
+        describe(fiber, count > 1, text, bytes);
+        append(text, bytes, "; the first is warp %u, lane %u", fiber.warp->index, fiber.lane);
+    }
 }
 
 // Nobody can run and somebody waits: names what is waited for, a thread that never comes, and where all the others are.
 __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& block) {
     const u32 threads = block.launch->threads;
+    char groups[2560] = "";
+    describe_all(block, groups, sizeof groups);
+    for (u32 i = 0; i < threads; i++) {
+        const Fiber& fiber = block.fibers[i];
+        if (fiber.exited || fiber.wait.kind < WAIT_MBARRIER) continue;
+        char what[512] = "";
+        describe(fiber, false, what, sizeof what);
+        fault(fiber, fiber.wait.line, "deadlock: %s, and no thread can run.%s\n  Look for %s.", what, groups,
+              fiber.wait.kind == WAIT_MBARRIER ? "a wrong parity, an arrival that is missing, or bytes announced and "
+                                                 "never copied"
+              : fiber.wait.kind == WAIT_NAMED  ? "an arrival that is missing, or a wrong number of threads"
+                                               : "a warpgroup that keeps the registers it should give back");
+    }
+
     const bool barrier = block.at_barrier != 0;
     const Fiber* waiting = block.first_at_barrier;
     for (u32 i = 0; i < threads && !barrier; i++) {
@@ -226,10 +383,15 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
         if (!waiting->exited) break;
     }
 
-    const u32 first = barrier ? 0 : waiting->warp->index * LANES;
+    u32 first = 0, end = threads;
+    if (!barrier) {
+        const u32 span = waiting->wait.kind == WAIT_GROUP ? GROUP_THREADS : LANES;
+        first = thread_of(*waiting) / span * span;
+        end = first + span;
+    }
     const Fiber* missing = nullptr;
     u32 n_missing = 0;
-    for (u32 i = first; i < (barrier ? threads : first + LANES); i++) {
+    for (u32 i = first; i < end; i++) {
         const Fiber& fiber = block.fibers[i];
         if (waits_with(fiber, *waiting) || (!barrier && !(waiting->wait.mask >> fiber.lane & 1))) continue;
         if (!missing) missing = &fiber;
@@ -240,18 +402,6 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
     char who[256] = "";
     append(who, sizeof who, "warp %u, lane %u ", missing->warp->index, missing->lane);
     describe(*missing, false, who, sizeof who);
-    char groups[1024] = "";
-    for (u32 i = 0; i < threads; i++) {
-        const Fiber& fiber = block.fibers[i];
-        bool seen = false;
-        for (u32 j = 0; j < i && !seen; j++) seen = waits_with(block.fibers[j], fiber);
-        if (seen) continue;
-        u32 count = 0;
-        for (u32 j = i; j < threads; j++) count += waits_with(block.fibers[j], fiber);
-        append(groups, sizeof groups, "\n  %u of %u threads ", count, threads);
-        describe(fiber, count > 1, groups, sizeof groups);
-        append(groups, sizeof groups, "; the first is warp %u, lane %u", fiber.warp->index, fiber.lane);
-    }
     fault(*missing, waiting->wait.line,
           "%s at line %d: %u thread%s never reach%s it; e.g. %s%s\n  Look for a branch or a return that not all take.",
           barrier ? "barrier" : waiting->wait.at, waiting->wait.line, n_missing, n_missing == 1 ? "" : "s",
@@ -309,7 +459,10 @@ static void suspend(Fiber& self) {
     Warp& warp = *self.warp;
     warp.ready &= ~(1u << self.lane);
     if (!warp.ready) block.ready_warps &= ~(1u << warp.index);
+    if (block.land && block.launch->seed && draw(block) % 16 == 0) block.land(block);
     Fiber* next = choose(block, warp.index, self.lane + 1);
+    // Copies of the engine land as late as can be: when nobody can run without them.
+    while (!next && block.running && block.land && block.land(block)) next = choose(block, warp.index, self.lane + 1);
     if (!next && block.running) deadlock(block);
     switch_to(self, next);
 }
@@ -319,9 +472,111 @@ static void fiber_main() {
     if (!_setjmp(self.context)) setcontext(&self.block->boot);
     for (;;) {  // one round a block
         self.block->launch->kernel(self.block->launch->params);
+        if (self.block->leave) self.block->leave(self);
         self.exited = true;
-        self.block->running--;
+        if (!--self.block->running && self.block->finish) self.block->finish(self);
         suspend(self);
+    }
+}
+
+// ---- Order in pipelined blocks ----
+
+// The clocks of a thread, in this order: of each warp, for all its lanes; of the elected lane of each warp; of the
+// copies from shared memory that each warp issued; of the tensor cores of each warpgroup; of the copies that each
+// mbarrier counts. Ticks of all barriers come from one count, so clocks of earlier blocks say nothing about this one.
+static inline u32 elected_clock(const Block& block, u32 warp) { return block.n_warps + warp; }
+static inline u32 store_clock(const Block& block, u32 warp) { return 2 * block.n_warps + warp; }
+static inline u32 group_clock(const Block& block, u32 group) { return 3 * block.n_warps + group; }
+static inline u32 mbarrier_clock(const Block& block, u32 mbarrier) {
+    return 3 * block.n_warps + block.n_groups + mbarrier;
+}
+
+// Zeroed memory that lives as long as the block's OS thread works on the launch.
+static void* own(Block& block, size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (memory == MAP_FAILED || block.n_owned == sizeof block.owned / sizeof *block.owned)
+        fault(*current, 0, "out of memory on the host");
+    block.owned[block.n_owned++] = {memory, bytes};
+    return memory;
+}
+
+__attribute__((noinline, cold)) static void start_pipelined(Block& block) {
+    block.pipelined = true;
+    if (block.scratch) return;
+    block.max_clocks = mbarrier_clock(block, MAX_MBARRIERS);
+    const size_t vector = block.max_clocks * sizeof(u32);
+    u32* clocks = (u32*)own(block, (block.launch->threads + 2 * (MAX_MBARRIERS + NAMED_BARRIERS) + 1) * vector);
+    auto next = [&] {
+        u32* mine = clocks;
+        clocks += block.max_clocks;
+        return mine;
+    };
+    for (u32 i = 0; i < block.launch->threads; i++) block.fibers[i].clocks = next();
+    block.scratch = next();
+    block.mbarriers = (Mbarrier*)own(block, MAX_MBARRIERS * sizeof(Mbarrier));
+    for (u32 i = 0; i < MAX_MBARRIERS; i++) {
+        block.mbarriers[i].sync.arriving = next();
+        block.mbarriers[i].sync.completed = next();
+    }
+    block.named = (NamedBarrier*)own(block, NAMED_BARRIERS * sizeof(NamedBarrier));
+    for (u32 i = 0; i < NAMED_BARRIERS; i++) {
+        block.named[i].sync.arriving = next();
+        block.named[i].sync.completed = next();
+    }
+}
+
+static inline void need_pipelined(Block& block) {
+    if (__builtin_expect(!block.pipelined, 0)) start_pipelined(block);
+}
+
+static inline void raise_to(u32& clock, u32 tick) { clock = clock > tick ? clock : tick; }
+
+static inline void join(const Block& block, u32* to, const u32* from) {
+    for (u32 i = 0; i < block.n_clocks; i++) raise_to(to[i], from[i]);
+}
+
+// What `self` did, and what it knows, goes with its arrival.
+static void release(const Fiber& self, Sync& sync) {
+    Block& block = *self.block;
+    Warp& warp = *self.warp;
+    join(block, sync.arriving, self.clocks);
+    raise_to(sync.arriving[warp.index], warp.ordered);
+    const u32 tick = ++block.tick;
+    if (warp.elected == LANES) warp.elected = self.lane;
+    sync.arrived[warp.index] |= 1u << self.lane;
+    sync.last[warp.index] = tick;
+    if (self.lane == warp.elected) sync.elected[warp.index] = tick;
+}
+
+// All have arrived. Where all lanes of a warp did, all that the warp did comes with them. A lane that arrives alone
+// brings what it did itself; if it is not the elected one, its whole warp: that may miss a race, but invents none.
+static void complete(Block& block, Sync& sync) {
+    for (u32 i = 0; i < block.n_warps; i++) {
+        const u32 lanes = sync.arrived[i];
+        if (!lanes) continue;
+        if (sync.elected[i]) raise_to(sync.arriving[elected_clock(block, i)], sync.elected[i]);
+        if (lanes == ALL_LANES || lanes != 1u << block.warps[i].elected) raise_to(sync.arriving[i], sync.last[i]);
+        sync.arrived[i] = sync.elected[i] = 0;
+    }
+    join(block, sync.completed, sync.arriving);
+}
+
+static inline void acquire(Fiber& self, const Sync& sync) { join(*self.block, self.clocks, sync.completed); }
+
+// After a barrier of these threads all know what any of them knew.
+static void share_clocks(Block& block, u32 first, u32 end) {
+    memset(block.scratch, 0, block.n_clocks * sizeof(u32));
+    for (u32 i = first; i < end; i++) join(block, block.scratch, block.fibers[i].clocks);
+    for (u32 i = first; i < end; i++) memcpy(block.fibers[i].clocks, block.scratch, block.n_clocks * sizeof(u32));
+}
+
+// Lets all fibers go on that wait for this object.
+static void wake(Block& block, WaitKind kind, u32 object) {
+    for (u32 i = 0; i < block.launch->threads; i++) {
+        Fiber& fiber = block.fibers[i];
+        if (!fiber.wait.at || fiber.wait.kind != kind || fiber.wait.object != object || fiber.exited) continue;
+        fiber.wait.at = nullptr;
+        make_ready(block, *fiber.warp, 1u << fiber.lane);
     }
 }
 
@@ -336,7 +591,7 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
     if (!(mask >> self.lane & 1))
         fault(self, line, "%s with mask 0x%08x, which leaves out the calling lane.\n  Look for a wrong mask.", name,
               mask);
-    self.wait = {name, line, mask};
+    self.wait = {name, line, mask, WAIT_WARP_OR_BLOCK, 0, 0};
     self.operands = operands;
     warp.waiting |= 1u << self.lane;
     bool complete = !(mask & ~warp.waiting);
@@ -360,7 +615,11 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
 }
 
 // With a partial mask it orders the whole warp: it may then miss a race, but never invents one.
-static void order_warp(Warp& warp, u32, int) { warp.ordered = ++warp.lanes->block->tick; }
+static void order_warp(Warp& warp, u32, int) {
+    Block& block = *warp.lanes->block;
+    warp.ordered = ++block.tick;
+    if (block.pipelined) share_clocks(block, warp.index * LANES, (warp.index + 1) * LANES);
+}
 
 // Ballot: each lane brings its predicate and takes away the mask of the lanes where it holds.
 static void vote(Warp& warp, u32 mask, int) {
@@ -393,10 +652,52 @@ static void shuffle(Warp& warp, u32 mask, int line) {
     }
 }
 
+// Waits for all threads of the warpgroup; the last to arrive runs compute(group, line) for all, and true goes on, false
+// leaves them waiting for somebody to wake them.
+__attribute__((noinline)) static void group_collective(const char* name, void* operands, int line,
+                                                       bool (*compute)(Block&, u32 group, int line)) {
+    Fiber& self = *current;
+    Block& block = *self.block;
+    Warp& warp = *self.warp;
+    const u32 index = warp.index / GROUP_WARPS;
+    Group& group = block.groups[index];
+    if (index * GROUP_WARPS + GROUP_WARPS > block.n_warps)
+        fault(self, line, "%s needs a whole warpgroup, four warps; the block ends within this one.", name);
+    self.wait = {name, line, ALL_LANES, WAIT_GROUP, 0, 0};
+    self.operands = operands;
+    warp.waiting |= 1u << self.lane;
+    if (!group.arrived++) group.first = &self;
+    const bool whole_warp = warp.waiting == ALL_LANES;
+    for (u32 lane = 0; whole_warp && lane < LANES; lane++) {
+        const Fiber& other = warp.lanes[lane];
+        if (other.wait.line != line || other.wait.at != name)
+            fault(self, line,
+                  "divergence: this lane is at %s, line %d, while lane %u waits at %s, line %d. A warp's lanes must "
+                  "reach the same call.\n  Look for a branch whose condition differs within the warp.",
+                  name, line, lane, other.wait.at, other.wait.line);
+    }
+    const Fiber& first = *group.first;
+    if (first.wait.line != line || first.wait.at != name)
+        fault(self, line,
+              "divergence: this thread is at %s, line %d, while warp %u, lane %u of its warpgroup waits at %s, line "
+              "%d. All four warps must reach the same call.\n  Look for a branch whose condition differs within the "
+              "warpgroup.",
+              name, line, first.warp->index, first.lane, first.wait.at, first.wait.line);
+    if (group.arrived < GROUP_THREADS) return suspend(self);
+    group.arrived = 0;
+    for (u32 i = index * GROUP_WARPS; i < (index + 1) * GROUP_WARPS; i++) block.warps[i].waiting = 0;
+    if (!compute(block, index, line)) return suspend(self);
+    for (u32 i = index * GROUP_WARPS; i < (index + 1) * GROUP_WARPS; i++) {
+        for (u32 lane = 0; lane < LANES; lane++) block.warps[i].lanes[lane].wait.at = nullptr;
+        make_ready(block, block.warps[i], ALL_LANES);
+    }
+    switch_to(self, choose(block, index * GROUP_WARPS, 0));
+}
+
 static void block_barrier(int line) {
     Fiber& self = *current;
     Block& block = *self.block;
-    self.wait = {"__syncthreads", line, 0};
+    self.wait = {"__syncthreads", line, 0, WAIT_WARP_OR_BLOCK, 0, 0};
     if (!block.at_barrier++) block.first_at_barrier = &self;
     const Fiber& first = *block.first_at_barrier;
     if (first.wait.line != line)
@@ -407,6 +708,7 @@ static void block_barrier(int line) {
     if (block.at_barrier < block.launch->threads) return suspend(self);
     block.at_barrier = 0;
     block.ordered = ++block.tick;
+    if (block.pipelined) share_clocks(block, 0, block.launch->threads);
     for (u32 i = 0; i < block.launch->threads; i++) block.fibers[i].wait.at = nullptr;
     for (u32 i = 0; i < block.n_warps; i++) make_ready(block, block.warps[i], ALL_LANES);
     switch_to(self, choose(block, 0, 0));

@@ -5,14 +5,24 @@
 
 namespace emu {
 
+// Whether clocks say that thread `other` made an access at `tick` before.
+static inline bool clocks_order(const Block& block, const u32* clocks, u32 other, u32 tick) {
+    const u32 warp = other / LANES;
+    return tick < clocks[warp] ||
+           (tick < clocks[elected_clock(block, warp)] && other % LANES == block.warps[warp].elected);
+}
+
 // Whether an access that thread `other` made at `tick` is ordered before one that `self` makes now.
 static inline bool ordered_before(const Fiber& self, u32 other, u32 tick) {
     return tick < self.block->ordered || other == thread_of(self) ||
-           (other / LANES == self.warp->index && tick < self.warp->ordered);
+           (other / LANES == self.warp->index && tick < self.warp->ordered) ||
+           (self.block->pipelined && clocks_order(*self.block, self.clocks, other, tick));
 }
 
 static const char* missing_barrier(const Fiber& self, u32 other) {
-    return other / LANES == self.warp->index ? "__syncwarp() or __syncthreads()" : "__syncthreads()";
+    if (other / LANES == self.warp->index) return "__syncwarp() or __syncthreads()";
+    return self.block->pipelined ? "__syncthreads(), named barrier, or arrival at an mbarrier and wait for it"
+                                 : "__syncthreads()";
 }
 
 __attribute__((noreturn, noinline, cold)) static void race(const Fiber& self, const char* kind, const char* doing,
@@ -22,6 +32,29 @@ __attribute__((noreturn, noinline, cold)) static void race(const Fiber& self, co
           "%s race: %s shared byte %u, which warp %u, lane %u %s at line %u, with no barrier in between.\n  Look for a "
           "missing %s.",
           kind, doing, word * 4, other / LANES, other % LANES, did, other_line, missing_barrier(self, other));
+}
+
+// Words whose last write is a mark, and not a tick of a thread: faults unless `clocks` say that it has landed.
+__attribute__((noinline)) static void check_engine_write(const Fiber& self, const u32* clocks, u32 word,
+                                                         const char* doing, int line) {
+    const Block& block = *self.block;
+    const Word& w = block.shadow[word];
+    if (w.write_tick == MBARRIER)
+        fault(self, line, "%s shared byte %u, which is part of the mbarrier that line %u initialised.", doing, word * 4,
+              w.write_line);
+    if (w.write_tick == LOADING)
+        fault(self, line,
+              "%s shared byte %u, to which warp %u, lane %u issued a tensor copy at line %u that has not landed.\n  "
+              "Look for a missing mbarrier_wait, a wrong parity, bytes that no mbarrier_arrive_expect_tx announced, or "
+              "a stage that is filled again too early.",
+              doing, word * 4, w.writer / LANES, w.writer % LANES, w.write_line);
+    const u32 tick = w.write_tick - BY_ENGINE;
+    if (tick >= block.started && tick >= clocks[mbarrier_clock(block, w.writer)])
+        fault(self, line,
+              "race: %s shared byte %u, to which the tensor copy of line %u wrote, without having waited for it: it "
+              "counts on the mbarrier at shared byte %u.\n  Look for a missing mbarrier_wait, or one for another "
+              "barrier or phase.",
+              doing, word * 4, w.write_line, block.mbarriers[w.writer].offset);
 }
 
 // A read that is not covered by a write before the last __syncthreads: fine only if thread or warp order covers it.
@@ -34,7 +67,10 @@ __attribute__((noinline)) static void check_read(const Fiber& self, u32 word, in
               "landed.\n  Look for a missing cp_async_wait (in the issuing thread, then __syncthreads()), or one that "
               "waits for too few groups.",
               word * 4, w.writer / LANES, w.writer % LANES, w.write_line);
-    if (w.write_tick < block.started)
+    const bool engine = w.write_tick >= BY_ENGINE;
+    if (engine && (w.write_tick >= MBARRIER || w.write_tick - BY_ENGINE >= block.started))
+        return check_engine_write(self, self.clocks, word, "reads", line);
+    if (engine || w.write_tick < block.started)
         fault(
             self, line,
             "reads shared byte %u (of %u), which no thread has written.\n  Look for a tile that is not loaded, or not "
@@ -44,8 +80,54 @@ __attribute__((noinline)) static void check_read(const Fiber& self, u32 word, in
         race(self, "read-after-write", "reads", word, w.writer, "wrote", w.write_line, line);
 }
 
+static u32 new_readers(Block& block) {
+    constexpr u32 MOST = 1u << 16;
+    if (!block.readers) block.readers = (Reader*)own(block, MOST * block.n_warps * sizeof(Reader));
+    return block.n_readers + 1 < MOST ? ++block.n_readers : 0;
+}
+
+static inline void add_to(Reader& reader, const Fiber& self, u32 tick, u32 lane, int line) {
+    const bool others = reader.tick >= self.block->started && reader.tick >= self.warp->ordered;
+    if (!others) reader.lane = (u16)lane;
+    reader.other_lane = (u16)lane;
+    reader.tick = tick;
+    reader.line = (u16)line;
+}
+
+// In a pipelined block: the last read replaces those that are ordered before it; others are kept beside it.
+__attribute__((noinline)) static void add_reader_pipelined(const Fiber& self, Word& w, int line) {
+    Block& block = *self.block;
+    const u32 thread = thread_of(self), warp = self.warp->index;
+    if (w.read_tick == MANY)
+        return add_to(block.readers[w.readers * block.n_warps + warp], self, block.tick, self.lane, line);
+    const bool mine = w.reader / LANES == warp && w.other_reader / LANES == warp;
+    if (w.read_tick < block.started ||
+        (ordered_before(self, w.reader, w.read_tick) && ordered_before(self, w.other_reader, w.read_tick))) {
+        w.reader = w.other_reader = (u16)thread;
+    } else if (mine) {
+        w.other_reader = (u16)thread;
+    } else {
+        const u32 index = new_readers(block);
+        if (!index) return;  // too many to remember: it may miss a race
+        Reader* readers = &block.readers[index * block.n_warps];
+        memset(readers, 0, block.n_warps * sizeof(Reader));
+        const u32 others[2] = {w.reader, w.other_reader};
+        for (const u32 reader : others) {
+            const Fiber& other = block.fibers[reader];
+            add_to(readers[reader / LANES], other, w.read_tick, other.lane, w.read_line);
+        }
+        add_to(readers[warp], self, block.tick, self.lane, line);
+        w.readers = (u16)index;
+        w.read_tick = MANY;
+        return;
+    }
+    w.read_tick = block.tick;
+    w.read_line = (u16)line;
+}
+
 // Adds a reader to those since the last __syncthreads.
 static inline void add_reader(const Fiber& self, Word& w, int line) {
+    if (__builtin_expect(self.block->pipelined, 0)) return add_reader_pipelined(self, w, line);
     const u32 thread = thread_of(self), warp = self.warp->index;
     const bool one_warp = w.reader / LANES == w.other_reader / LANES;
     const bool mine = one_warp && w.reader / LANES == warp;
@@ -66,8 +148,21 @@ static void check_write(const Fiber& self, u32 word, int line) {
               "writes shared byte %u, to which warp %u, lane %u issued an asynchronous copy at line %u that has not "
               "landed.\n  Look for a missing cp_async_wait, or a stage that is filled again too early.",
               word * 4, w.writer / LANES, w.writer % LANES, w.write_line);
-    if (w.write_tick >= block.started && !ordered_before(self, w.writer, w.write_tick))
+    if (w.write_tick >= BY_ENGINE)
+        check_engine_write(self, self.clocks, word, "writes", line);
+    else if (w.write_tick >= block.started && !ordered_before(self, w.writer, w.write_tick))
         race(self, "write-after-write", "writes", word, w.writer, "wrote", w.write_line, line);
+    if (w.read_tick == MANY) {
+        for (u32 warp = 0; warp < block.n_warps; warp++) {
+            const Reader& reader = block.readers[w.readers * block.n_warps + warp];
+            if (reader.tick < block.started) continue;
+            const u32 lanes[2] = {reader.lane, reader.other_lane};
+            for (const u32 lane : lanes)
+                if (!ordered_before(self, warp * LANES + lane, reader.tick))
+                    race(self, "write-after-read", "writes", word, warp * LANES + lane, "read", reader.line, line);
+        }
+        return;
+    }
     const u16 readers[2] = {w.reader, w.other_reader};
     for (const u32 reader : readers)
         if (!ordered_before(self, reader, w.read_tick))
@@ -102,8 +197,33 @@ static inline const u8* shared_read(const Fiber& self, u32 address, u32 bytes, i
     return block.shared + offset;
 }
 
-// Notes a write of `bytes` that ends at `tick`, or an asynchronous copy that is IN_FLIGHT.
+// A write must come after what the tensor cores and the copy engine read here, which a wait of the issuer tells.
+__attribute__((noinline)) static void check_unit_readers(const Fiber& self, u32 offset, int line) {
+    const Block& block = *self.block;
+    const UnitReader* readers = &block.unit_readers[offset / 16 * (block.n_groups + 1)];
+    for (u32 unit = 0; unit <= block.n_groups; unit++) {
+        const UnitReader& reader = readers[unit];
+        if (reader.tick < block.started) continue;
+        const bool product = unit < block.n_groups;
+        const u32 clock = product ? group_clock(block, unit) : store_clock(block, reader.thread / LANES);
+        if (reader.tick < self.clocks[clock]) continue;
+        if (product)
+            fault(self, line,
+                  "write-after-read race: writes shared byte %u, which a product of warpgroup %u reads that was issued "
+                  "at line %u, with no wgmma_wait and barrier in between.\n  Look for a missing wgmma_wait, one that "
+                  "waits for too few groups, or a stage that is handed back or filled again too early.",
+                  offset, unit, reader.line);
+        fault(self, line,
+              "write-after-read race: writes shared byte %u, which a tensor copy to global memory reads that warp %u, "
+              "lane %u issued at line %u, with no tma_store_wait_read and barrier in between.\n  Look for a missing "
+              "tma_store_wait_read in the issuing thread, or a barrier after it.",
+              offset, reader.thread / LANES, reader.thread % LANES, reader.line);
+    }
+}
+
+// Notes a write of `bytes` that ends at `tick`, or an asynchronous copy that is IN_FLIGHT or LOADING.
 static inline void note_write(const Fiber& self, u32 offset, u32 bytes, u32 tick, int line) {
+    if (__builtin_expect(self.block->unit_reads, 0)) check_unit_readers(self, offset, line);
     for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) {
         Word& w = self.block->shadow[word];
         const u32 ordered = self.block->ordered;
@@ -120,6 +240,62 @@ static inline u8* shared_write(const Fiber& self, u32 address, u32 bytes, int li
     const u32 offset = shared_offset(self, address, bytes, "writes", line);
     note_write(self, offset, bytes, self.block->tick, line);
     return self.block->shared + offset;
+}
+
+// The words that an asynchronous unit is about to read, 16 bytes at `offset`, on behalf of a thread or of a warpgroup
+// whose every thread knows `clocks`. They must be written, have landed, be ordered before the issue and, where a thread
+// wrote them, be followed by its fence_proxy_async, itself ordered before. `seen` is the last record that passed.
+struct Seen {
+    u32 tick, writer;
+};
+
+__attribute__((noinline)) static void check_unit_word(const Fiber& self, const u32* clocks, bool alone, u32 word,
+                                                      int line) {
+    const Block& block = *self.block;
+    const Word& w = block.shadow[word];
+    if (w.write_tick == IN_FLIGHT) check_read(self, word, line);  // faults
+    if (w.write_tick >= MBARRIER || (w.write_tick >= BY_ENGINE && w.write_tick - BY_ENGINE >= block.started))
+        return check_engine_write(self, clocks, word, "reads", line);
+    if (w.write_tick >= BY_ENGINE || w.write_tick < block.started) check_read(self, word, line);  // faults
+    auto ordered = [&](u32 tick) {
+        return tick < block.ordered || clocks_order(block, clocks, w.writer, tick) ||
+               (alone && ordered_before(self, w.writer, tick));
+    };
+    if (!ordered(w.write_tick)) race(self, "read-after-write", "reads", word, w.writer, "wrote", w.write_line, line);
+    const Fiber& writer = block.fibers[w.writer];
+    const u32 kept = writer.n_fences < FENCES ? writer.n_fences : FENCES;
+    for (u32 i = writer.n_fences - kept; i < writer.n_fences; i++) {
+        const u32 fence = writer.fences[i % FENCES];
+        if (fence < w.write_tick) continue;
+        if (i > 0 && i == writer.n_fences - kept) return;  // older ones are forgotten, and one may have been in time
+        if (ordered(fence)) return;
+        break;
+    }
+    fault(self, line,
+          "reads shared byte %u asynchronously, which warp %u, lane %u wrote at line %u, with no fence_proxy_async by "
+          "that thread before the barrier.\n  Look for a missing fence_proxy_async() between the writes and the "
+          "barrier.",
+          word * 4, w.writer / LANES, w.writer % LANES, w.write_line);
+}
+
+static inline void unit_read(const Fiber& self, const u32* clocks, bool alone, u32 offset, u32 unit, Seen& seen,
+                             int line) {
+    const Block& block = *self.block;
+    const Word* words = &block.shadow[offset / 4];
+    for (u32 i = 0; i < 4; i++) {
+        if (words[i].write_tick == seen.tick && words[i].writer == seen.writer) continue;
+        check_unit_word(self, clocks, alone, offset / 4 + i, line);
+        seen = {words[i].write_tick, words[i].writer};
+    }
+    block.unit_readers[offset / 16 * (block.n_groups + 1) + unit] = {block.tick, (u16)line, (u16)thread_of(self)};
+}
+
+static void need_unit_reads(Block& block) {
+    need_pipelined(block);
+    if (!block.unit_readers)
+        block.unit_readers =
+            (UnitReader*)own(block, (block.launch->shared_bytes / 16 + 1) * (block.n_groups + 1) * sizeof(UnitReader));
+    block.unit_reads = true;
 }
 
 }  // namespace emu
