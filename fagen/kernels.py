@@ -82,7 +82,7 @@ class Launch:
             word += struct.calcsize("=" + field.format) // 8
         self._slots = tuple(places[name] for name in tensors if name not in maps)
         self._map_slots = tuple((tensors.index(name), 8 * places[name], one) for name, one in maps.items())
-        read_only = {field.name for field in fields if field.ctype.startswith("const") or field.name in maps}
+        read_only = {field.name for field in fields if field.ctype.startswith("const")}
         self._writable = tuple(name not in read_only for name in tensors)
         self._is_pointer = tuple(name not in maps for name in tensors)
         self._template = bytes(8) + packed
@@ -123,7 +123,7 @@ class Launch:
 
 def _empty(field: Field) -> Any:
     """What a tensor's member holds before a call."""
-    return bytes(MAP_BYTES) if field.ctype == "TensorMap" else 0
+    return bytes(MAP_BYTES) if field.is_map else 0
 
 
 def _value(values: Mapping[str, Any], name: str) -> Any:

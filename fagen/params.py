@@ -9,8 +9,8 @@ from typing import Any
 
 from fagen.errors import LaunchError
 
-_FORMATS = {"TensorMap": "128s", "i64": "q", "int": "i", "u32": "I", "float": "f"}
-_ALIGNMENT = {"TensorMap": 64}
+_FORMATS = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,19 @@ class Field:
     @property
     def format(self) -> str:
         """Format character of the struct module; a pointer is packed as its address."""
+        if self.is_map:
+            return f"{_MAP_BYTES}s"
         return "Q" if self.ctype.endswith("*") else _FORMATS[self.ctype]
+
+    @property
+    def is_map(self) -> bool:
+        """The member is a tensor map."""
+        return self.ctype.removeprefix("const ") == "TensorMap"
 
     @property
     def is_tensor(self) -> bool:
         """A call gives the member from a tensor: its address, or a map of it."""
-        return self.ctype.endswith("*") or self.ctype == "TensorMap"
+        return self.ctype.endswith("*") or self.is_map
 
     @property
     def declaration(self) -> str:
@@ -54,7 +61,7 @@ class ParamStruct:
     @property
     def size(self) -> int:
         """sizeof(Params): a multiple of its alignment, the trailing padding of C included."""
-        alignment = max(_ALIGNMENT.get(field.ctype, 8) for field in self.fields)
+        alignment = _MAP_ALIGNMENT if any(field.is_map for field in self.fields) else 8
         return -(-self._packer.size // alignment) * alignment
 
     def pack(self, values: Mapping[str, Any]) -> bytes:

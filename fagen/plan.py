@@ -37,12 +37,11 @@ _FORWARD_FIELDS = (
     Field("group_size", "int", "query heads that share a head of k and v"),
 )
 _HOPPER_FORWARD_FIELDS = (
-    Field("q_map", "TensorMap", "(D, Sq, Hq, B)"),
-    Field("k_map", "TensorMap", "(D, Sk, Hk, B)"),
-    Field("v_map", "TensorMap", "(Dv, Sk, Hk, B)"),
-    Field("o", "u16*", "(B, Sq, Hq, Dv), strides in elements below"),
+    Field("q_map", "const TensorMap", "(D, Sq, Hq, B)"),
+    Field("k_map", "const TensorMap", "(D, Sk, Hk, B)"),
+    Field("v_map", "const TensorMap", "(Dv, Sk, Hk, B)"),
+    Field("o_map", "TensorMap", "(Dv, Sq, Hq, B)"),
     Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
-    *_strides("o"),
     Field("seqlen_q", "int"),
     Field("seqlen_k", "int"),
     Field("heads_q", "int"),
@@ -147,6 +146,12 @@ class KernelPlan:
         """The products of a Hopper kernel: "ss" or "rs", where the first operand comes from, and columns."""
         assert isinstance(self.tile, HopperTile)
         return sm90.wgmma_shapes(self.spec, self.tile)
+
+    @property
+    def o_apart(self) -> bool:
+        """Whether O has a place of its own in the shared memory of a Hopper kernel."""
+        assert isinstance(self.tile, HopperTile)
+        return sm90.o_apart(self.spec, self.tile)
 
     @property
     def o_columns(self) -> int:

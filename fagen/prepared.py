@@ -22,11 +22,11 @@ from fagen.call import (
     strides_by_head,
 )
 from fagen.kernels import Kernel, Launch
+from fagen.schedule import heads_a_group
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import TensorMap
 
 MOST = 256  # prepared calls that are kept, and backwards of each
-_L2_BYTES = 50 << 20  # of an H100 or H200
 _EMULATED_MULTIPROCESSORS = 3
 _DELTA_LANES = 8  # threads that share a row in the kernel of delta
 
@@ -74,6 +74,7 @@ class Call:
         self._lse_shape = (sizes.batch, sizes.heads_q, sizes.seqlen_q)
         self._stats_shape = stats_shape(sizes) if spec.backward else None
         self._dtype = q.dtype
+        self._bounded = spec.causal or spec.window
         o = _contiguous(self._o_shape)
         self._o_strides = o.stride()
         self._o_is_like_q = q.shape == o.shape and q.stride() == o.stride()
@@ -89,7 +90,7 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
-        self._launch = None if sizes.empty else self._forward_launch(kernels(q.device)["fwd"], q, k, v)
+        self._launch = None if sizes.empty else self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._backwards: dict[Any, _Backward] = {}
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -166,22 +167,43 @@ class Call:
             self._backwards[key] = backward
         return backward(d_o, d_lse, Saved(q, k, v, o, stats), self._extras(tensors, state), poison)
 
-    def _forward_launch(self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launch:
+    def _forward_launch(
+        self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+    ) -> Launch:
         sizes = self._sizes
         tiles = _query_tiles(sizes, kernel)
-        outputs = ("o", "lse", *([] if self._stats_shape is None else ["stats"]), *self._extra_names)
+        outputs = ("lse", *([] if self._stats_shape is None else ["stats"]), *self._extra_names)
         tile = kernel.plan.tile
         if not isinstance(tile, HopperTile):
-            return Launch(kernel, tiles, self._fields, ("q", "k", "v", *outputs))
+            return Launch(kernel, tiles, self._fields, ("q", "k", "v", "o", *outputs))
         maps = {
             f"{name}_map": TensorMap(
                 x.shape, x.stride(), rows, is_half=self._dtype == torch.float16, emulate=q.device.type == "cpu"
             )
-            for name, x, rows in (("q", q, tile.tile_m), ("k", k, tile.tile_n), ("v", v, tile.tile_n))
+            for name, x, rows in (("q", q, tile.tile_m), ("k", k, tile.tile_n), ("v", v, tile.tile_n), ("o", o, 64))
         }
-        fields = self._fields | {"tiles": tiles, "heads_a_group": heads_a_group(sizes, q.shape[3] + v.shape[3])}
         blocks = min(tiles, multiprocessors(q.device))
+        group = self._heads_a_group(tile, q.shape[3] + v.shape[3], blocks)
+        fields = self._fields | {"tiles": tiles, "heads_a_group": group}
         return Launch(kernel, blocks, fields, (*maps, *outputs), maps)
+
+    def _heads_a_group(self, tile: HopperTile, columns: int, blocks: int) -> int:
+        """`columns`: of keys and values together."""
+        sizes = self._sizes
+        m_tiles = -(-sizes.seqlen_q // tile.tile_m)
+        if not self._bounded:
+            return 1  # all tiles are equally long, and those of one head lie side by side
+        end = (torch.arange(m_tiles, 0, -1) * tile.tile_m).clamp(max=sizes.seqlen_q) + (sizes.seqlen_k - sizes.seqlen_q)
+        begin = torch.zeros_like(end)
+        if "window_left" in self._fields:
+            begin = (end - tile.tile_m - self._fields["window_left"]).clamp(min=0)
+            end = end + self._fields["window_right"]
+        keys = (end.clamp(max=sizes.seqlen_k) - begin).clamp(min=0)
+        # A tile's beginning and end take about as long as a step.
+        lengths = (keys + tile.tile_n - 1) // tile.tile_n + 1
+        heads = sizes.batch * sizes.heads_q
+        kv_bytes = sizes.seqlen_k * columns * self._dtype.itemsize
+        return heads_a_group(lengths, heads, sizes.heads_q // sizes.heads_k, kv_bytes, blocks)
 
     def _extras(self, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> list[torch.Tensor]:
         """The tensors of `_extra_names`."""
@@ -263,12 +285,6 @@ class _Backward:
         if self._dq is not None:
             self._dq(q, k, v, d_o, stats, delta, dq, *extras)
         return dq, dk, dv
-
-
-def heads_a_group(sizes: Sizes, columns: int) -> int:
-    """Query heads whose keys and values, of that many columns together, fit into half of L2; at least one group."""
-    kv_heads = _L2_BYTES // 2 // max(1, sizes.seqlen_k * columns * 2)
-    return max(1, kv_heads) * (sizes.heads_q // sizes.heads_k)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fagen.arch import KIB
 from fagen.arch.sm80 import ELEMENT_BYTES, padded
 from fagen.arch.tiles import HopperTile
 from fagen.spec import AttentionSpec
 
-PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "wgmma", "convert", "math")
+PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
 
+SMEM_LIMIT = 227 * KIB
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
 
 
@@ -18,8 +20,20 @@ def tile_bytes(rows: int, columns: int) -> int:
 
 def smem_bytes(spec: AttentionSpec, tile: HopperTile) -> int:
     """Dynamic shared memory of the forward, bytes: Q, `stages` tiles of K and V, barriers."""
+    o_bytes = tile_bytes(tile.tile_m, spec.dim_v)
+    inputs = _inputs_bytes(spec, tile)
+    return inputs + o_bytes if o_apart(spec, tile) else inputs
+
+
+def o_apart(spec: AttentionSpec, tile: HopperTile) -> bool:
+    """Whether O has a place of its own in shared memory: then the next Q can be loaded before O has left."""
+    return _inputs_bytes(spec, tile) + tile_bytes(tile.tile_m, spec.dim_v) <= SMEM_LIMIT
+
+
+def _inputs_bytes(spec: AttentionSpec, tile: HopperTile) -> int:
+    """Q, K, V and barriers; O must fit over Q."""
     keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
-    return tile_bytes(tile.tile_m, spec.head_dim) + tile.stages * keys + 8 * (2 + 4 * tile.stages)
+    return tile_bytes(tile.tile_m, max(spec.head_dim, spec.dim_v)) + tile.stages * keys + 8 * (2 + 4 * tile.stages)
 
 
 def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int], ...]:
@@ -39,9 +53,9 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     """The tile of the forward kernel of `spec`, by the wider of the two head dims."""
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     if widest <= 64:
-        return HopperTile(tile_m=192, tile_n=128, stages=2, turns=False)
+        return HopperTile(tile_m=192, tile_n=128, stages=2, turns=False, always_rescale=True)
     if widest <= 128:
-        return HopperTile(tile_m=128, tile_n=128, stages=2, turns=True)
+        return HopperTile(tile_m=128, tile_n=128, stages=2, turns=True, always_rescale=True)
     if widest <= 192:
-        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=True)
-    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=True)
+        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=True, always_rescale=False)
+    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=True, always_rescale=False)

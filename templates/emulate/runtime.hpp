@@ -339,8 +339,10 @@ static void describe(const Fiber& fiber, bool several, char* text, size_t bytes)
 
 static bool waits_with(const Fiber& a, const Fiber& b) {
     if (a.exited || b.exited) return a.exited && b.exited;
-    return a.wait.at == b.wait.at && a.wait.line == b.wait.line && a.wait.mask == b.wait.mask &&
-           a.wait.object == b.wait.object && a.wait.parity == b.wait.parity;
+    if (a.wait.at != b.wait.at || a.wait.line != b.wait.line || a.wait.mask != b.wait.mask) return false;
+    const bool object = a.wait.kind >= WAIT_MBARRIER;
+    return a.wait.kind == b.wait.kind &&
+           (!object || (a.wait.object == b.wait.object && a.wait.parity == b.wait.parity));
 }
 
 // Where all threads of the block are, those that wait at one place together.
@@ -591,7 +593,10 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
     if (!(mask >> self.lane & 1))
         fault(self, line, "%s with mask 0x%08x, which leaves out the calling lane.\n  Look for a wrong mask.", name,
               mask);
-    self.wait = {name, line, mask, WAIT_WARP_OR_BLOCK, 0, 0};
+    self.wait.at = name;
+    self.wait.line = line;
+    self.wait.mask = mask;
+    self.wait.kind = WAIT_WARP_OR_BLOCK;
     self.operands = operands;
     warp.waiting |= 1u << self.lane;
     bool complete = !(mask & ~warp.waiting);
