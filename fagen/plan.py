@@ -138,7 +138,7 @@ class KernelPlan:
         if self.kind == "bwd" and not self.spec.deterministic:
             family = sm80.BACKWARD_PRIMITIVES
         if isinstance(self.tile, HopperTile):
-            family = sm90.PRIMITIVES
+            family = sm90.PRIMITIVES + (sm90.Q_PRIMITIVES if self.tile.q_in_registers else ())
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property

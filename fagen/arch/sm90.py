@@ -8,6 +8,7 @@ from fagen.arch.tiles import HopperTile
 from fagen.spec import AttentionSpec
 
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
+Q_PRIMITIVES = ("ldmatrix",)  # for Q in registers
 
 SMEM_LIMIT = 227 * KIB
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
@@ -38,7 +39,8 @@ def _inputs_bytes(spec: AttentionSpec, tile: HopperTile) -> int:
 
 def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int], ...]:
     """The products of the forward: where the first operand comes from, and columns."""
-    return (("rs", padded(spec.dim_v)), ("ss", tile.tile_n))
+    scores = ("rs" if tile.q_in_registers else "ss", tile.tile_n)
+    return tuple(sorted({scores, ("rs", padded(spec.dim_v))}))
 
 
 def serves(spec: AttentionSpec) -> bool:
@@ -53,9 +55,9 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     """The tile of the forward kernel of `spec`, by the wider of the two head dims."""
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     if widest <= 64:
-        return HopperTile(tile_m=192, tile_n=128, stages=2, turns=False, always_rescale=True)
+        return HopperTile(tile_m=192, tile_n=128, stages=2, turns=False, always_rescale=True, q_in_registers=False)
     if widest <= 128:
-        return HopperTile(tile_m=128, tile_n=128, stages=2, turns=True, always_rescale=True)
+        return HopperTile(tile_m=128, tile_n=128, stages=2, turns=True, always_rescale=True, q_in_registers=False)
     if widest <= 192:
-        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=True, always_rescale=False)
-    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=True, always_rescale=False)
+        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=True, always_rescale=False, q_in_registers=False)
+    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=True, always_rescale=False, q_in_registers=False)

@@ -32,7 +32,7 @@ class HopperTile:
 
     tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. turns: the consumers
     take turns in giving the tensor cores work (two of them only). always_rescale: O is rescaled at every step, without a
-    branch, and not only where the maximum has grown much.
+    branch, and not only where the maximum has grown much. q_in_registers: Q is read from shared memory once.
     """
 
     tile_m: int
@@ -40,6 +40,7 @@ class HopperTile:
     stages: int
     turns: bool
     always_rescale: bool
+    q_in_registers: bool
 
     @property
     def consumers(self) -> int:
