@@ -101,7 +101,8 @@ static void wait_for_phase(Fiber& self, u32 address, u32 parity, int line) {
         fault(self, line, "waits for parity %u of the mbarrier at shared byte %u; it must be 0 or 1.", parity,
               barrier.offset);
     while ((barrier.phase & 1) == parity) {
-        self.wait = {"mbarrier_wait", line, 0, WAIT_MBARRIER, index_of(block, barrier), parity};
+        self.wait = {"mbarrier_wait", line, 0};
+        self.awaited = {WAIT_MBARRIER, index_of(block, barrier), parity};
         suspend(self);
     }
     raise_to(barrier.awaited, barrier.phase);

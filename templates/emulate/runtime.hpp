@@ -110,6 +110,10 @@ struct Wait {
     const char* at;
     int line;
     u32 mask;  // lanes that take part, for a warp collective
+};
+
+// What it waits for beyond the threads of its warp or block.
+struct Awaited {
     WaitKind kind;
     u32 object;  // index of the mbarrier, number of the named barrier, registers wanted
     u32 parity;
@@ -139,6 +143,7 @@ struct Fiber {
     u32 first_copy, n_copies, copy_capacity;
     u32 group;  // number of cp_async_commit so far
     // Of a pipelined block:
+    Awaited awaited;
     u32* clocks;         // accesses of an actor before its clock here are ordered before this thread's; see Clocks
     u32 bulk_group;      // number of tma_store_commit so far
     u32 n_fences;        // number of fence_proxy_async so far
@@ -319,20 +324,22 @@ static void describe(const Fiber& fiber, bool several, char* text, size_t bytes)
     append(text, bytes, "%s at %s, line %d", several ? "wait" : "waits", wait.at, wait.line);
     if (wait.mask && wait.mask != ALL_LANES) append(text, bytes, " (mask 0x%08x)", wait.mask);
     const Block& block = *fiber.block;
-    if (wait.kind == WAIT_MBARRIER) {
-        const Mbarrier& barrier = block.mbarriers[wait.object];
-        append(text, bytes, " for parity %u of the mbarrier at shared byte %u (in phase %u, parity %u: ", wait.parity,
+    const Awaited& awaited = fiber.awaited;
+    if (awaited.kind == WAIT_MBARRIER) {
+        const Mbarrier& barrier = block.mbarriers[awaited.object];
+        append(text, bytes,
+               " for parity %u of the mbarrier at shared byte %u (in phase %u, parity %u: ", awaited.parity,
                barrier.offset, barrier.phase, barrier.phase & 1);
         append(text, bytes, "%u of %u arrivals and %d bytes are missing)", barrier.pending, barrier.expected,
                barrier.bytes);
-    } else if (wait.kind == WAIT_NAMED) {
-        const NamedBarrier& barrier = block.named[wait.object];
-        append(text, bytes, " for barrier %u (%u of %u threads have arrived)", wait.object, barrier.arrived,
+    } else if (awaited.kind == WAIT_NAMED) {
+        const NamedBarrier& barrier = block.named[awaited.object];
+        append(text, bytes, " for barrier %u (%u of %u threads have arrived)", awaited.object, barrier.arrived,
                barrier.expected);
-    } else if (wait.kind == WAIT_REGISTERS) {
+    } else if (awaited.kind == WAIT_REGISTERS) {
         u32 taken = 0;
         for (u32 i = 0; i < block.n_groups; i++) taken += block.groups[i].registers;
-        append(text, bytes, " for %u registers a thread (it has %u; all warpgroups together %u)", wait.object,
+        append(text, bytes, " for %u registers a thread (it has %u; all warpgroups together %u)", awaited.object,
                block.groups[fiber.warp->index / GROUP_WARPS].registers, taken);
     }
 }
@@ -340,9 +347,8 @@ static void describe(const Fiber& fiber, bool several, char* text, size_t bytes)
 static bool waits_with(const Fiber& a, const Fiber& b) {
     if (a.exited || b.exited) return a.exited && b.exited;
     if (a.wait.at != b.wait.at || a.wait.line != b.wait.line || a.wait.mask != b.wait.mask) return false;
-    const bool object = a.wait.kind >= WAIT_MBARRIER;
-    return a.wait.kind == b.wait.kind &&
-           (!object || (a.wait.object == b.wait.object && a.wait.parity == b.wait.parity));
+    return a.awaited.kind == b.awaited.kind && a.awaited.object == b.awaited.object &&
+           a.awaited.parity == b.awaited.parity;
 }
 
 // Where all threads of the block are, those that wait at one place together.
@@ -368,14 +374,15 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
     describe_all(block, groups, sizeof groups);
     for (u32 i = 0; i < threads; i++) {
         const Fiber& fiber = block.fibers[i];
-        if (fiber.exited || fiber.wait.kind < WAIT_MBARRIER) continue;
+        if (fiber.exited || fiber.awaited.kind < WAIT_MBARRIER) continue;
         char what[512] = "";
         describe(fiber, false, what, sizeof what);
         fault(fiber, fiber.wait.line, "deadlock: %s, and no thread can run.%s\n  Look for %s.", what, groups,
-              fiber.wait.kind == WAIT_MBARRIER ? "a wrong parity, an arrival that is missing, or bytes announced and "
-                                                 "never copied"
-              : fiber.wait.kind == WAIT_NAMED  ? "an arrival that is missing, or a wrong number of threads"
-                                               : "a warpgroup that keeps the registers it should give back");
+              fiber.awaited.kind == WAIT_MBARRIER
+                  ? "a wrong parity, an arrival that is missing, or bytes announced and "
+                    "never copied"
+              : fiber.awaited.kind == WAIT_NAMED ? "an arrival that is missing, or a wrong number of threads"
+                                                 : "a warpgroup that keeps the registers it should give back");
     }
 
     const bool barrier = block.at_barrier != 0;
@@ -387,7 +394,7 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
 
     u32 first = 0, end = threads;
     if (!barrier) {
-        const u32 span = waiting->wait.kind == WAIT_GROUP ? GROUP_THREADS : LANES;
+        const u32 span = waiting->awaited.kind == WAIT_GROUP ? GROUP_THREADS : LANES;
         first = thread_of(*waiting) / span * span;
         end = first + span;
     }
@@ -455,17 +462,24 @@ __attribute__((noinline)) static void switch_to(Fiber& self, Fiber* next) {
     _longjmp(next->context, 1);
 }
 
+// Copies of the engine land as late as can be, when nobody can run without them; with a seed, now and then before.
+__attribute__((noinline)) static Fiber* let_copies_land(Block& block, u32 warp, u32 lane, Fiber* next) {
+    if (block.land && block.launch->seed && draw(block) % 16 == 0) block.land(block);
+    while (!next && block.running) {
+        if (!block.land || !block.land(block)) deadlock(block);
+        next = choose(block, warp, lane);
+    }
+    return next;
+}
+
 // Gives way until somebody makes this fiber ready again.
 static void suspend(Fiber& self) {
     Block& block = *self.block;
     Warp& warp = *self.warp;
     warp.ready &= ~(1u << self.lane);
     if (!warp.ready) block.ready_warps &= ~(1u << warp.index);
-    if (block.land && block.launch->seed && draw(block) % 16 == 0) block.land(block);
     Fiber* next = choose(block, warp.index, self.lane + 1);
-    // Copies of the engine land as late as can be: when nobody can run without them.
-    while (!next && block.running && block.land && block.land(block)) next = choose(block, warp.index, self.lane + 1);
-    if (!next && block.running) deadlock(block);
+    if (__builtin_expect(!next || block.land, 0)) next = let_copies_land(block, warp.index, self.lane + 1, next);
     switch_to(self, next);
 }
 
@@ -572,12 +586,17 @@ static void share_clocks(Block& block, u32 first, u32 end) {
     for (u32 i = first; i < end; i++) memcpy(block.fibers[i].clocks, block.scratch, block.n_clocks * sizeof(u32));
 }
 
+static inline void stop_waiting(Fiber& fiber) {
+    fiber.wait.at = nullptr;
+    fiber.awaited = {WAIT_WARP_OR_BLOCK, 0, 0};
+}
+
 // Lets all fibers go on that wait for this object.
 static void wake(Block& block, WaitKind kind, u32 object) {
     for (u32 i = 0; i < block.launch->threads; i++) {
         Fiber& fiber = block.fibers[i];
-        if (!fiber.wait.at || fiber.wait.kind != kind || fiber.wait.object != object || fiber.exited) continue;
-        fiber.wait.at = nullptr;
+        if (fiber.awaited.kind != kind || fiber.awaited.object != object) continue;
+        stop_waiting(fiber);
         make_ready(block, *fiber.warp, 1u << fiber.lane);
     }
 }
@@ -593,10 +612,7 @@ __attribute__((noinline)) static void collective(const char* name, u32 mask, voi
     if (!(mask >> self.lane & 1))
         fault(self, line, "%s with mask 0x%08x, which leaves out the calling lane.\n  Look for a wrong mask.", name,
               mask);
-    self.wait.at = name;
-    self.wait.line = line;
-    self.wait.mask = mask;
-    self.wait.kind = WAIT_WARP_OR_BLOCK;
+    self.wait = {name, line, mask};
     self.operands = operands;
     warp.waiting |= 1u << self.lane;
     bool complete = !(mask & ~warp.waiting);
@@ -668,7 +684,8 @@ __attribute__((noinline)) static void group_collective(const char* name, void* o
     Group& group = block.groups[index];
     if (index * GROUP_WARPS + GROUP_WARPS > block.n_warps)
         fault(self, line, "%s needs a whole warpgroup, four warps; the block ends within this one.", name);
-    self.wait = {name, line, ALL_LANES, WAIT_GROUP, 0, 0};
+    self.wait = {name, line, ALL_LANES};
+    self.awaited = {WAIT_GROUP, 0, 0};
     self.operands = operands;
     warp.waiting |= 1u << self.lane;
     if (!group.arrived++) group.first = &self;
@@ -693,7 +710,7 @@ __attribute__((noinline)) static void group_collective(const char* name, void* o
     for (u32 i = index * GROUP_WARPS; i < (index + 1) * GROUP_WARPS; i++) block.warps[i].waiting = 0;
     if (!compute(block, index, line)) return suspend(self);
     for (u32 i = index * GROUP_WARPS; i < (index + 1) * GROUP_WARPS; i++) {
-        for (u32 lane = 0; lane < LANES; lane++) block.warps[i].lanes[lane].wait.at = nullptr;
+        for (u32 lane = 0; lane < LANES; lane++) stop_waiting(block.warps[i].lanes[lane]);
         make_ready(block, block.warps[i], ALL_LANES);
     }
     switch_to(self, choose(block, index * GROUP_WARPS, 0));
@@ -702,7 +719,7 @@ __attribute__((noinline)) static void group_collective(const char* name, void* o
 static void block_barrier(int line) {
     Fiber& self = *current;
     Block& block = *self.block;
-    self.wait = {"__syncthreads", line, 0, WAIT_WARP_OR_BLOCK, 0, 0};
+    self.wait = {"__syncthreads", line, 0};
     if (!block.at_barrier++) block.first_at_barrier = &self;
     const Fiber& first = *block.first_at_barrier;
     if (first.wait.line != line)

@@ -127,7 +127,6 @@ __attribute__((noinline)) static void add_reader_pipelined(const Fiber& self, Wo
 
 // Adds a reader to those since the last __syncthreads.
 static inline void add_reader(const Fiber& self, Word& w, int line) {
-    if (__builtin_expect(self.block->pipelined, 0)) return add_reader_pipelined(self, w, line);
     const u32 thread = thread_of(self), warp = self.warp->index;
     const bool one_warp = w.reader / LANES == w.other_reader / LANES;
     const bool mine = one_warp && w.reader / LANES == warp;
@@ -187,12 +186,16 @@ static inline u32 shared_offset(const Fiber& self, u32 address, u32 bytes, const
 static inline const u8* shared_read(const Fiber& self, u32 address, u32 bytes, int line) {
     const Block& block = *self.block;
     const u32 offset = shared_offset(self, address, bytes, "reads", line);
+    const bool pipelined = block.pipelined;
     for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) {
         Word& w = block.shadow[word];
         // One comparison for: written in this block, landed, and before the last __syncthreads.
         if (__builtin_expect(w.write_tick - block.started >= block.ordered - block.started, 0))
             check_read(self, word, line);
-        add_reader(self, w, line);
+        if (__builtin_expect(pipelined, 0))
+            add_reader_pipelined(self, w, line);
+        else
+            add_reader(self, w, line);
     }
     return block.shared + offset;
 }

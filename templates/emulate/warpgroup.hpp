@@ -41,7 +41,8 @@ static bool budget_registers(Block& block, u32 index, int line) {
         if (take_registers(block, group)) return true;
         for (u32 i = index * GROUP_THREADS; i < (index + 1) * GROUP_THREADS; i++) {
             Fiber& fiber = block.fibers[i];
-            fiber.wait = {"setmaxnreg_inc", line, 0, WAIT_REGISTERS, budget.registers, index};
+            fiber.wait = {"setmaxnreg_inc", line, 0};
+            fiber.awaited = {WAIT_REGISTERS, budget.registers, index};
             fiber.warp->ready &= ~(1u << fiber.lane);
         }
         return false;
@@ -51,7 +52,7 @@ static bool budget_registers(Block& block, u32 index, int line) {
         if (!block.groups[i].wanted || !take_registers(block, block.groups[i])) continue;
         for (u32 thread = i * GROUP_THREADS; thread < (i + 1) * GROUP_THREADS; thread++) {
             Fiber& fiber = block.fibers[thread];
-            fiber.wait.at = nullptr;
+            stop_waiting(fiber);
             make_ready(block, *fiber.warp, 1u << fiber.lane);
         }
     }
@@ -96,8 +97,7 @@ static NamedBarrier& arrive_named(Fiber& self, const char* name, u32 id, u32 thr
     complete(block, barrier.sync);
     for (u32 i = 0; i < block.launch->threads; i++) {
         Fiber& fiber = block.fibers[i];
-        if (!fiber.exited && fiber.wait.at && fiber.wait.kind == WAIT_NAMED && fiber.wait.object == id)
-            acquire(fiber, barrier.sync);
+        if (fiber.awaited.kind == WAIT_NAMED && fiber.awaited.object == id) acquire(fiber, barrier.sync);
     }
     wake(block, WAIT_NAMED, id);
     return barrier;
@@ -110,7 +110,8 @@ static void sync_named(Fiber& self, u32 id, u32 threads, int line) {
     const u32 generation = block.named[id % NAMED_BARRIERS].generation;
     const NamedBarrier& barrier = arrive_named(self, "named_barrier_sync", id, threads, line);
     if (barrier.generation != generation) return acquire(self, barrier.sync);
-    self.wait = {"named_barrier_sync", line, 0, WAIT_NAMED, id, 0};
+    self.wait = {"named_barrier_sync", line, 0};
+    self.awaited = {WAIT_NAMED, id, 0};
     suspend(self);
 }
 
