@@ -52,12 +52,25 @@ def serves(spec: AttentionSpec) -> bool:
 
 
 def forward_tile(spec: AttentionSpec) -> HopperTile:
-    """The tile of the forward kernel of `spec`, by the wider of the two head dims."""
+    """The tile of the forward kernel of `spec`, by the wider of the two head dims.
+
+    Figures are TFLOP/s on one H200, bf16, 16384 keys unless another number is given; docs/hopper-forward.md has all.
+    """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    if widest <= 64:
-        return HopperTile(tile_m=192, tile_n=128, stages=2, turns=False, always_rescale=True, q_in_registers=False)
+    extra = bool(spec.mods or spec.dropout)  # what holds registers of its own
+    if widest <= 64 and spec.backward and not extra:
+        # d64 full: 486, causal 459. The rows of statistics are padded to whole tiles of 128.
+        return HopperTile(tile_m=128, tile_n=192, stages=2, turns=False, always_rescale=True, q_in_registers=True)
+    if widest <= 64 and not extra:
+        # d64 full: 504, causal 466. 128 keys with Q in shared memory 476 and 442; 128 x 192 486 and 459.
+        return HopperTile(tile_m=192, tile_n=112, stages=2, turns=False, always_rescale=True, q_in_registers=True)
     if widest <= 128:
-        return HopperTile(tile_m=128, tile_n=128, stages=2, turns=True, always_rescale=True, q_in_registers=False)
+        # d128 full: 626, 1k 550, causal 4k 504. Q read from shared memory for each product 598, 523, 507; in turns 616,
+        # 555, 520 (another day); 144 keys 632 but 492 at 1k. With softcap turns pay: causal 479, without 451.
+        return HopperTile(
+            tile_m=128, tile_n=128, stages=2, turns=extra, always_rescale=False, q_in_registers=not spec.dropout
+        )
     if widest <= 192:
-        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=True, always_rescale=False, q_in_registers=False)
-    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=True, always_rescale=False, q_in_registers=False)
+        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=False, always_rescale=False, q_in_registers=False)
+    # d256 full: 695, causal 680. In turns 687 and 678; rescaling always 676 and 661.
+    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=False, always_rescale=False, q_in_registers=False)
