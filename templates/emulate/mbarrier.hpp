@@ -8,13 +8,9 @@ namespace emu {
 // The tx-count and the arrival counts of an mbarrier have 20 bits.
 constexpr u32 MOST_ARRIVALS = (1u << 20) - 1;
 
-static u32 mbarrier_offset(const Fiber& self, u32 address, const char* doing, int line) {
-    return shared_offset(self, address, 8, doing, line);
-}
-
 static Mbarrier& find_mbarrier(const Fiber& self, u32 address, const char* doing, int line) {
     Block& block = *self.block;
-    const u32 offset = mbarrier_offset(self, address, doing, line);
+    const u32 offset = shared_offset(self, address, 8, "uses an mbarrier of", line);
     const Word& w = block.shadow[offset / 4];
     if (w.write_tick != MBARRIER || block.mbarriers[w.writer].offset != offset)
         fault(self, line,
@@ -35,7 +31,7 @@ static inline u32 index_of(const Block& block, const Mbarrier& barrier) { return
 static void init_mbarrier(Fiber& self, u32 address, u32 arrivals, int line) {
     Block& block = *self.block;
     need_pipelined(block);
-    const u32 offset = mbarrier_offset(self, address, "initialises an mbarrier of", line);
+    const u32 offset = shared_offset(self, address, 8, "initialises an mbarrier of", line);
     if (arrivals == 0 || arrivals > MOST_ARRIVALS)
         fault(self, line, "initialises an mbarrier for %u arrivals; it must be from 1 to %u.", arrivals, MOST_ARRIVALS);
     if (block.n_mbarriers == MAX_MBARRIERS)

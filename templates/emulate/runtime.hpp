@@ -260,7 +260,9 @@ struct Block {
     bool unit_reads;  // somebody reads shared memory asynchronously
     u32 n_groups;
     u32 n_clocks, max_clocks;
-    u32* scratch;  // clocks
+    u32* all_clocks;  // of fibers and barriers
+    size_t clocks_bytes;
+    u32* scratch;  // clocks, for the moment
     Mbarrier* mbarriers;
     u32 n_mbarriers;
     NamedBarrier* named;
@@ -328,18 +330,18 @@ static void describe(const Fiber& fiber, bool several, char* text, size_t bytes)
     if (awaited.kind == WAIT_MBARRIER) {
         const Mbarrier& barrier = block.mbarriers[awaited.object];
         append(text, bytes,
-               " for parity %u of the mbarrier at shared byte %u (in phase %u, parity %u: ", awaited.parity,
+               ", for parity %u of the mbarrier at shared byte %u (in phase %u, parity %u: ", awaited.parity,
                barrier.offset, barrier.phase, barrier.phase & 1);
         append(text, bytes, "%u of %u arrivals and %d bytes are missing)", barrier.pending, barrier.expected,
                barrier.bytes);
     } else if (awaited.kind == WAIT_NAMED) {
         const NamedBarrier& barrier = block.named[awaited.object];
-        append(text, bytes, " for barrier %u (%u of %u threads have arrived)", awaited.object, barrier.arrived,
+        append(text, bytes, ", for barrier %u (%u of %u threads have arrived)", awaited.object, barrier.arrived,
                barrier.expected);
     } else if (awaited.kind == WAIT_REGISTERS) {
         u32 taken = 0;
         for (u32 i = 0; i < block.n_groups; i++) taken += block.groups[i].registers;
-        append(text, bytes, " for %u registers a thread (it has %u; all warpgroups together %u)", awaited.object,
+        append(text, bytes, ", for %u registers a thread (it has %u; all warpgroups together %u)", awaited.object,
                block.groups[fiber.warp->index / GROUP_WARPS].registers, taken);
     }
 }
@@ -520,8 +522,9 @@ __attribute__((noinline, cold)) static void start_pipelined(Block& block) {
     block.pipelined = true;
     if (block.scratch) return;
     block.max_clocks = mbarrier_clock(block, MAX_MBARRIERS);
-    const size_t vector = block.max_clocks * sizeof(u32);
-    u32* clocks = (u32*)own(block, (block.launch->threads + 2 * (MAX_MBARRIERS + NAMED_BARRIERS) + 1) * vector);
+    const size_t vectors = block.launch->threads + 2 * (MAX_MBARRIERS + NAMED_BARRIERS) + 1;
+    block.clocks_bytes = vectors * block.max_clocks * sizeof(u32);
+    u32* clocks = block.all_clocks = (u32*)own(block, block.clocks_bytes);
     auto next = [&] {
         u32* mine = clocks;
         clocks += block.max_clocks;
@@ -539,6 +542,10 @@ __attribute__((noinline, cold)) static void start_pipelined(Block& block) {
         block.named[i].sync.arriving = next();
         block.named[i].sync.completed = next();
     }
+}
+
+static size_t unit_readers_bytes(const Block& block) {
+    return (block.launch->shared_bytes / 16 + 1) * (block.n_groups + 1) * sizeof(UnitReader);
 }
 
 static inline void need_pipelined(Block& block) {

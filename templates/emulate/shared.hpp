@@ -295,9 +295,7 @@ static inline void unit_read(const Fiber& self, const u32* clocks, bool alone, u
 
 static void need_unit_reads(Block& block) {
     need_pipelined(block);
-    if (!block.unit_readers)
-        block.unit_readers =
-            (UnitReader*)own(block, (block.launch->shared_bytes / 16 + 1) * (block.n_groups + 1) * sizeof(UnitReader));
+    if (!block.unit_readers) block.unit_readers = (UnitReader*)own(block, unit_readers_bytes(block));
     block.unit_reads = true;
 }
 

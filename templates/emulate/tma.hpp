@@ -203,8 +203,10 @@ static void issue_store(Fiber& self, const TensorMap& map, const int (&at)[4], u
     Engine& engine = need_engine(block);
     TensorCopy copy = decode_copy(self, map, at, src, "tma_store_4d", line);
     Seen seen = {0, 0};
-    for (u32 i = 0; i < copy.rows * copy.row_bytes; i += 16)
-        unit_read(self, self.clocks, true, copy.offset + i, block.n_groups, seen, line);
+    // What lies outside the tensor is left out, and need not have been written.
+    for_pieces(copy, true, [&](u32 offset, u8*, u32, u32 bytes) {
+        if (bytes) unit_read(self, self.clocks, true, offset, block.n_groups, seen, line);
+    });
     if (engine.n_stores == MOST_COPIES) fault(self, line, "more than %u tensor copies in flight.", MOST_COPIES);
     copy.group = self.bulk_group;
     copy.tick = block.tick++;

@@ -59,15 +59,31 @@ static bool budget_registers(Block& block, u32 index, int line) {
     return true;
 }
 
-static NamedBarrier& arrive_named(Fiber& self, const char* name, u32 id, u32 threads, int line) {
+struct Arrival {
+    u32 id, threads;
+    u32 generation;  // of the barrier when the warp arrived
+    const char* name;
+};
+
+// A warp arrives, whole.
+static void arrive_named(Warp& warp, u32, int line) {
+    Fiber& self = *warp.lanes;
     Block& block = *self.block;
     need_pipelined(block);
+    const Arrival arrival = *(const Arrival*)self.operands;
+    const u32 id = arrival.id, threads = arrival.threads;
+    for (u32 lane = 1; lane < LANES; lane++) {
+        const Arrival& other = *(const Arrival*)warp.lanes[lane].operands;
+        if (other.id != id || other.threads != threads)
+            fault(warp.lanes[lane], line, "%s: the lanes of the warp name different barriers or numbers of threads.",
+                  arrival.name);
+    }
     if (id == 0 || id >= NAMED_BARRIERS)
-        fault(self, line, "%s with barrier %u; it must be from 1 to %u (0 is that of __syncthreads).", name, id,
+        fault(self, line, "%s with barrier %u; it must be from 1 to %u (0 is that of __syncthreads).", arrival.name, id,
               NAMED_BARRIERS - 1);
     if (threads == 0 || threads % LANES || threads > block.launch->threads)
-        fault(self, line, "%s of %u threads with barrier %u; it must be whole warps of the block's %u threads.", name,
-              threads, id, block.launch->threads);
+        fault(self, line, "%s of %u threads with barrier %u; it must be whole warps of the block's %u threads.",
+              arrival.name, threads, id, block.launch->threads);
     NamedBarrier& barrier = block.named[id];
     if (!barrier.arrived) {
         barrier.expected = threads;
@@ -75,44 +91,39 @@ static NamedBarrier& arrive_named(Fiber& self, const char* name, u32 id, u32 thr
         barrier.first_line = line;
     }
     if (barrier.expected != threads)
+        fault(
+            self, line,
+            "%s of %u threads with barrier %u, for which warp %u arrived at line %d as one of %u.\n  Look for a wrong "
+            "number of threads, or two uses of one barrier at a time.",
+            arrival.name, threads, id, barrier.first / LANES, barrier.first_line, barrier.expected);
+    if (barrier.sync.arrived[warp.index])
         fault(self, line,
-              "%s of %u threads with barrier %u, for which warp %u, lane %u arrived at line %d as one of %u.\n  Look "
-              "for a wrong number of threads, or two uses of one barrier at a time.",
-              name, threads, id, barrier.first / LANES, barrier.first % LANES, barrier.first_line, barrier.expected);
-    if (barrier.sync.arrived[self.warp->index] >> self.lane & 1)
-        fault(self, line,
-              "%s: this thread arrives at barrier %u again, before the %u threads that it expects have come: %u have."
-              "\n  Look for a missing named_barrier_sync of the others in between.",
-              name, id, barrier.expected, barrier.arrived);
-    release(self, barrier.sync);
-    if (++barrier.arrived < threads) return barrier;
-    for (u32 i = 0; i < block.n_warps; i++)
-        if (barrier.sync.arrived[i] && barrier.sync.arrived[i] != ALL_LANES)
-            fault(self, line,
-                  "%s: barrier %u has its %u threads, but of warp %u only some (mask 0x%08x): warps must arrive "
-                  "whole.\n  Look for a branch whose condition differs within the warp.",
-                  name, id, threads, i, barrier.sync.arrived[i]);
-    barrier.arrived = barrier.expected = 0;
+              "%s: this warp arrives at barrier %u again, before the %u threads that it expects have come: %u have.\n  "
+              "Look for a missing named_barrier_sync of the others in between.",
+              arrival.name, id, barrier.expected, barrier.arrived);
+    for (u32 lane = 0; lane < LANES; lane++) {
+        ((Arrival*)warp.lanes[lane].operands)->generation = barrier.generation;
+        release(warp.lanes[lane], barrier.sync);
+    }
+    barrier.arrived += LANES;
+    if (barrier.arrived < threads) return;
+    barrier.arrived = 0;
     barrier.generation++;
     complete(block, barrier.sync);
-    for (u32 i = 0; i < block.launch->threads; i++) {
-        Fiber& fiber = block.fibers[i];
-        if (fiber.awaited.kind == WAIT_NAMED && fiber.awaited.object == id) acquire(fiber, barrier.sync);
-    }
     wake(block, WAIT_NAMED, id);
-    return barrier;
 }
 
 static void sync_named(Fiber& self, u32 id, u32 threads, int line) {
-    const Block& block = *self.block;
-    if (id == 0 && threads == block.launch->threads) return block_barrier(line);
-    need_pipelined(*self.block);
-    const u32 generation = block.named[id % NAMED_BARRIERS].generation;
-    const NamedBarrier& barrier = arrive_named(self, "named_barrier_sync", id, threads, line);
-    if (barrier.generation != generation) return acquire(self, barrier.sync);
-    self.wait = {"named_barrier_sync", line, 0};
-    self.awaited = {WAIT_NAMED, id, 0};
-    suspend(self);
+    if (id == 0 && threads == self.block->launch->threads) return block_barrier(line);
+    Arrival arrival = {id, threads, 0, "named_barrier_sync"};
+    collective(arrival.name, ALL_LANES, &arrival, line, arrive_named);
+    const NamedBarrier& barrier = self.block->named[id];
+    if (barrier.generation == arrival.generation) {
+        self.wait = {arrival.name, line, 0};
+        self.awaited = {WAIT_NAMED, id, 0};
+        suspend(self);
+    }
+    acquire(self, barrier.sync);
 }
 
 }  // namespace emu
@@ -136,5 +147,6 @@ static inline void named_barrier_sync(u32 id, u32 threads, int line = __builtin_
 }
 
 static inline void named_barrier_arrive(u32 id, u32 threads, int line = __builtin_LINE()) {
-    emu::arrive_named(*emu::current, "named_barrier_arrive", id, threads, line);
+    emu::Arrival arrival = {id, threads, 0, "named_barrier_arrive"};
+    emu::collective(arrival.name, emu::ALL_LANES, &arrival, line, emu::arrive_named);
 }

@@ -37,21 +37,20 @@ class Map(NamedTuple):
 Argument = torch.Tensor | Map | int
 
 
-def body(name: str) -> str:
+def body(name: str, hopper: Hopper | None = None) -> str:
     """The text of the kernel `name`: what nvcc would compile after the PTX primitives."""
-    return (HERE / f"{name}.cu").read_text(encoding="utf-8")
+    text = (HERE / f"{name}.cu").read_text(encoding="utf-8")
+    return text.replace("k16_bf16", "k16_f16") if hopper and hopper.dtype == "fp16" else text
 
 
 def assemble(name: str, hopper: Hopper | None = None) -> str:
     """The one file that is compiled: runtime, primitives, body, launch."""
     launch = environment().get_template("emulate/launch.hpp.j2").render(kernel={"entry": name})
     headers = [_header("emulate/runtime.hpp", hopper), *_primitives("emulate", "hpp", hopper)]
-    return "\n".join([*headers, "// ==== kernel ====\n", body(name), "// ==== end of kernel ====\n", launch])
+    return "\n".join([*headers, "// ==== kernel ====\n", body(name, hopper), "// ==== end of kernel ====\n", launch])
 
 
-def compile_kernel(
-    name: str, directory: Path, *, source: str | None = None, hopper: Hopper | None = None
-) -> Path:
+def compile_kernel(name: str, directory: Path, *, source: str | None = None, hopper: Hopper | None = None) -> Path:
     """Compiles the kernel `name` (or `source` in its place) for the CPU in `directory` and returns the library."""
     return _compile(
         find_host_compiler(), source or assemble(name, hopper), directory, "kernel.cpp", "kernel.so", resolve("sm80")
@@ -60,7 +59,7 @@ def compile_kernel(
 
 def compile_cuda(name: str, directory: Path, arch: Arch, hopper: Hopper | None = None) -> Path:
     """Compiles the same body behind the PTX primitives for a GPU and returns the binary."""
-    source = "\n".join([*_primitives("ptx", "cuh", hopper), body(name)])
+    source = "\n".join([*_primitives("ptx", "cuh", hopper), body(name, hopper)])
     return _compile(find_cuda_compiler(), source, directory, "kernel.cu", "kernel.cubin", arch)
 
 
@@ -73,8 +72,10 @@ def _header(path: str, hopper: Hopper | None) -> str:
     if (template_dir() / path).is_file():
         return (template_dir() / path).read_text(encoding="utf-8")
     assert hopper is not None
-    return environment().get_template(f"{path}.j2").render(
-        kernel={"wgmma_shapes": hopper.shapes}, spec={"dtype": hopper.dtype}
+    return (
+        environment()
+        .get_template(f"{path}.j2")
+        .render(kernel={"wgmma_shapes": hopper.shapes}, spec={"dtype": hopper.dtype})
     )
 
 
