@@ -42,10 +42,10 @@ static void init_mbarrier(Fiber& self, u32 address, u32 arrivals, int line) {
     block.n_mbarriers++;
     block.n_clocks = mbarrier_clock(block, block.n_mbarriers);
     Mbarrier& barrier = block.mbarriers[index];
-    const Sync sync = barrier.sync;
+    u32 *arriving = barrier.sync.arriving, *completed = barrier.sync.completed;
     memset(&barrier, 0, sizeof barrier);
-    barrier.sync.arriving = sync.arriving;
-    barrier.sync.completed = sync.completed;
+    barrier.sync.arriving = arriving;
+    barrier.sync.completed = completed;
     barrier.offset = offset;
     barrier.expected = barrier.pending = arrivals;
     barrier.init_thread = thread_of(self);
@@ -74,6 +74,14 @@ static void arrive(Fiber& self, u32 address, u32 bytes, int line) {
               "bytes.\n  Look for a wrong number of arrivals in mbarrier_init, or an arrival before the wait for the "
               "phase before.",
               barrier.offset, barrier.phase, barrier.expected, barrier.bytes);
+    const u32 before = unordered_arrival(self, barrier.sync);
+    if (before != block.n_warps)
+        fault(
+            self, line,
+            "race: arrives at the mbarrier at shared byte %u in phase %u, not knowing of the arrival of warp %u in the "
+            "phase before: in another order it would count for that one.\n  Look for a missing mbarrier_wait, or a "
+            "barrier used for two purposes.",
+            barrier.offset, barrier.phase, before);
     barrier.bytes += (int)bytes;
     if (bytes > MOST_ARRIVALS || barrier.bytes > (int)MOST_ARRIVALS)
         fault(self, line, "announces %u bytes to the mbarrier at shared byte %u, which can wait for %u at a time.",

@@ -165,6 +165,7 @@ struct Sync {
     u32 arrived[MAX_WARPS];     // lanes, this phase
     u32 last[MAX_WARPS];        // tick of the latest arrival of any lane
     u32 elected[MAX_WARPS];     // and of the elected one; 0: none
+    u32 previous[MAX_WARPS];    // `last` of the phase before; 0: the warp had no part in it
 };
 
 struct Mbarrier {
@@ -215,9 +216,9 @@ constexpr u32 MBARRIER = 0xfffffffcu;    // write_tick: part of the mbarrier num
 constexpr u32 BY_ENGINE = 0x80000000u;   // write_tick, with the tick: the copy engine wrote it, for mbarrier `writer`
 constexpr u32 MOST_TICKS = 0x7fffffffu;  // beyond are the marks
 
-// The reads of a word by each warp, where they are not ordered.
+// Reads of a word by one warp, where the word has several that are not ordered: by two lanes, or by one, twice.
 struct Reader {
-    u32 tick;
+    u32 tick, other_tick;  // 0: none
     u16 lane, other_lane, line;
 };
 
@@ -268,7 +269,8 @@ struct Block {
     NamedBarrier* named;
     Group groups[MAX_GROUPS];
     Reader* readers;           // n_warps for each index
-    u32 n_readers;             // indices in use, from 1
+    u32 n_readers;             // indices used so far, from 1
+    u32 free_readers;          // the first index that is free again; `tick` of its first Reader is the next
     UnitReader* unit_readers;  // n_groups + 1 for each 16 bytes
     Engine* engine;
     bool (*land)(Block&);         // lets a copy land; false: there is none in flight
@@ -576,12 +578,25 @@ static void release(const Fiber& self, Sync& sync) {
 static void complete(Block& block, Sync& sync) {
     for (u32 i = 0; i < block.n_warps; i++) {
         const u32 lanes = sync.arrived[i];
+        sync.previous[i] = lanes ? sync.last[i] : 0;
         if (!lanes) continue;
         if (sync.elected[i]) raise_to(sync.arriving[elected_clock(block, i)], sync.elected[i]);
         if (lanes == ALL_LANES || lanes != 1u << block.warps[i].elected) raise_to(sync.arriving[i], sync.last[i]);
         sync.arrived[i] = sync.elected[i] = 0;
     }
     join(block, sync.completed, sync.arriving);
+}
+
+// A warp of the phase before whose arrival is not ordered before one that `self` makes now, so that in another order of
+// events this one would count for that phase; n_warps: none.
+static u32 unordered_arrival(const Fiber& self, const Sync& sync) {
+    const Block& block = *self.block;
+    for (u32 i = 0; i < block.n_warps; i++) {
+        const u32 tick = sync.previous[i];
+        if (tick < block.ordered || i == self.warp->index) continue;
+        if (self.clocks[i] < tick && self.clocks[elected_clock(block, i)] < tick) return i;
+    }
+    return block.n_warps;
 }
 
 static inline void acquire(Fiber& self, const Sync& sync) { join(*self.block, self.clocks, sync.completed); }

@@ -83,44 +83,52 @@ __attribute__((noinline)) static void check_read(const Fiber& self, u32 word, in
 static u32 new_readers(Block& block) {
     constexpr u32 MOST = 1u << 16;
     if (!block.readers) block.readers = (Reader*)own(block, MOST * block.n_warps * sizeof(Reader));
-    return block.n_readers + 1 < MOST ? ++block.n_readers : 0;
+    u32 index = block.free_readers;
+    if (index)
+        block.free_readers = block.readers[index * block.n_warps].tick;
+    else if (block.n_readers + 1 < MOST)
+        index = ++block.n_readers;
+    else
+        return 0;
+    memset(&block.readers[index * block.n_warps], 0, block.n_warps * sizeof(Reader));
+    return index;
 }
 
-static inline void add_to(Reader& reader, const Fiber& self, u32 tick, u32 lane, int line) {
-    const bool others = reader.tick >= self.block->started && reader.tick >= self.warp->ordered;
-    if (!others) reader.lane = (u16)lane;
-    reader.other_lane = (u16)lane;
-    reader.tick = tick;
+// The reads of one warp, with one more by a lane of it: what is ordered before `self` need not be kept.
+static void add_to(Reader& reader, const Fiber& self, u32 lane, u32 tick, int line) {
+    const u32 first = self.warp->index * LANES;
+    if (!reader.tick || reader.lane == lane || ordered_before(self, first + reader.lane, reader.tick)) {
+        reader.tick = tick;
+        reader.lane = (u16)lane;
+    } else {
+        reader.other_tick = tick;
+        reader.other_lane = (u16)lane;
+    }
     reader.line = (u16)line;
 }
 
 // In a pipelined block: the last read replaces those that are ordered before it; others are kept beside it.
 __attribute__((noinline)) static void add_reader_pipelined(const Fiber& self, Word& w, int line) {
     Block& block = *self.block;
-    const u32 thread = thread_of(self), warp = self.warp->index;
+    const u32 warp = self.warp->index;
     if (w.read_tick == MANY)
-        return add_to(block.readers[w.readers * block.n_warps + warp], self, block.tick, self.lane, line);
-    const bool mine = w.reader / LANES == warp && w.other_reader / LANES == warp;
-    if (w.read_tick < block.started ||
-        (ordered_before(self, w.reader, w.read_tick) && ordered_before(self, w.other_reader, w.read_tick))) {
-        w.reader = w.other_reader = (u16)thread;
-    } else if (mine) {
-        w.other_reader = (u16)thread;
-    } else {
+        return add_to(block.readers[w.readers * block.n_warps + warp], self, self.lane, block.tick, line);
+    if (w.read_tick >= block.started &&
+        !(ordered_before(self, w.reader, w.read_tick) && ordered_before(self, w.other_reader, w.read_tick))) {
         const u32 index = new_readers(block);
         if (!index) return;  // too many to remember: it may miss a race
         Reader* readers = &block.readers[index * block.n_warps];
-        memset(readers, 0, block.n_warps * sizeof(Reader));
         const u32 others[2] = {w.reader, w.other_reader};
         for (const u32 reader : others) {
             const Fiber& other = block.fibers[reader];
-            add_to(readers[reader / LANES], other, w.read_tick, other.lane, w.read_line);
+            add_to(readers[reader / LANES], other, other.lane, w.read_tick, w.read_line);
         }
-        add_to(readers[warp], self, block.tick, self.lane, line);
+        add_to(readers[warp], self, self.lane, block.tick, line);
         w.readers = (u16)index;
         w.read_tick = MANY;
         return;
     }
+    w.reader = w.other_reader = (u16)thread_of(self);
     w.read_tick = block.tick;
     w.read_line = (u16)line;
 }
@@ -139,6 +147,21 @@ static inline void add_reader(const Fiber& self, Word& w, int line) {
     }
 }
 
+static void check_many_readers(const Fiber& self, u32 word, int line) {
+    Block& block = *self.block;
+    const Word& w = block.shadow[word];
+    Reader* readers = &block.readers[w.readers * block.n_warps];
+    for (u32 warp = 0; warp < block.n_warps; warp++) {
+        const Reader& reader = readers[warp];
+        const u32 lanes[2] = {reader.lane, reader.other_lane}, ticks[2] = {reader.tick, reader.other_tick};
+        for (u32 i = 0; i < 2; i++)
+            if (ticks[i] && !ordered_before(self, warp * LANES + lanes[i], ticks[i]))
+                race(self, "write-after-read", "writes", word, warp * LANES + lanes[i], "read", reader.line, line);
+    }
+    readers->tick = block.free_readers;  // the write follows, and the readers are forgotten
+    block.free_readers = w.readers;
+}
+
 static void check_write(const Fiber& self, u32 word, int line) {
     const Block& block = *self.block;
     const Word& w = block.shadow[word];
@@ -151,17 +174,7 @@ static void check_write(const Fiber& self, u32 word, int line) {
         check_engine_write(self, self.clocks, word, "writes", line);
     else if (w.write_tick >= block.started && !ordered_before(self, w.writer, w.write_tick))
         race(self, "write-after-write", "writes", word, w.writer, "wrote", w.write_line, line);
-    if (w.read_tick == MANY) {
-        for (u32 warp = 0; warp < block.n_warps; warp++) {
-            const Reader& reader = block.readers[w.readers * block.n_warps + warp];
-            if (reader.tick < block.started) continue;
-            const u32 lanes[2] = {reader.lane, reader.other_lane};
-            for (const u32 lane : lanes)
-                if (!ordered_before(self, warp * LANES + lane, reader.tick))
-                    race(self, "write-after-read", "writes", word, warp * LANES + lane, "read", reader.line, line);
-        }
-        return;
-    }
+    if (w.read_tick == MANY) return check_many_readers(self, word, line);
     const u16 readers[2] = {w.reader, w.other_reader};
     for (const u32 reader : readers)
         if (!ordered_before(self, reader, w.read_tick))

@@ -101,6 +101,13 @@ static void arrive_named(Warp& warp, u32, int line) {
               "%s: this warp arrives at barrier %u again, before the %u threads that it expects have come: %u have.\n  "
               "Look for a missing named_barrier_sync of the others in between.",
               arrival.name, id, barrier.expected, barrier.arrived);
+    const u32 before = unordered_arrival(self, barrier.sync);
+    if (before != block.n_warps)
+        fault(self, line,
+              "race: %s with barrier %u, not knowing of the arrival of warp %u before the barrier last completed: in "
+              "another order it would count with that.\n  Look for a barrier used for two purposes, or an arrival with "
+              "no named_barrier_sync of this warp since its last.",
+              arrival.name, id, before);
     for (u32 lane = 0; lane < LANES; lane++) {
         ((Arrival*)warp.lanes[lane].operands)->generation = barrier.generation;
         release(warp.lanes[lane], barrier.sync);
