@@ -20,21 +20,22 @@ def tile_bytes(rows: int, columns: int) -> int:
 
 
 def smem_bytes(spec: AttentionSpec, tile: HopperTile) -> int:
-    """Dynamic shared memory of the forward, bytes: Q, `stages` tiles of K and V, barriers."""
-    o_bytes = tile_bytes(tile.tile_m, spec.dim_v)
-    inputs = _inputs_bytes(spec, tile)
-    return inputs + o_bytes if o_apart(spec, tile) else inputs
+    """Dynamic shared memory of the forward, bytes: Q, `stages` tiles of K and V, O, barriers."""
+    both, widest = _with_q_and_o(spec, tile)
+    return both if o_apart(spec, tile) else widest
 
 
 def o_apart(spec: AttentionSpec, tile: HopperTile) -> bool:
     """Whether O has a place of its own in shared memory: then the next Q can be loaded before O has left."""
-    return _inputs_bytes(spec, tile) + tile_bytes(tile.tile_m, spec.dim_v) <= SMEM_LIMIT
+    return _with_q_and_o(spec, tile)[0] <= SMEM_LIMIT
 
 
-def _inputs_bytes(spec: AttentionSpec, tile: HopperTile) -> int:
-    """Q, K, V and barriers; O must fit over Q."""
+def _with_q_and_o(spec: AttentionSpec, tile: HopperTile) -> tuple[int, int]:
+    """Shared memory with Q and O side by side, and with one over the other."""
+    q_bytes, o_bytes = tile_bytes(tile.tile_m, spec.head_dim), tile_bytes(tile.tile_m, spec.dim_v)
     keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
-    return tile_bytes(tile.tile_m, max(spec.head_dim, spec.dim_v)) + tile.stages * keys + 8 * (2 + 4 * tile.stages)
+    rest = tile.stages * keys + 8 * (2 + 4 * tile.stages)
+    return q_bytes + o_bytes + rest, max(q_bytes, o_bytes) + rest
 
 
 def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int], ...]:
@@ -57,18 +58,29 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     Figures are TFLOP/s on one H200, bf16, 16384 keys unless another number is given; docs/hopper-forward.md has all.
     """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    extra = bool(spec.mods or spec.dropout)  # what holds registers of its own
-    if widest <= 64 and spec.backward and not extra:
-        # d64 full: 486, causal 459. The rows of statistics are padded to whole tiles of 128.
-        return HopperTile(tile_m=128, tile_n=192, stages=2, turns=False, always_rescale=True, q_in_registers=True)
-    if widest <= 64 and not extra:
-        # d64 full: 504, causal 466. 128 keys with Q in shared memory 476 and 442; 128 x 192 486 and 459.
-        return HopperTile(tile_m=192, tile_n=112, stages=2, turns=False, always_rescale=True, q_in_registers=True)
+    if widest <= 64 and not spec.mods:
+        # d64 full: 504, causal 466. 128 keys with Q in shared memory 476 and 442; 128 x 192 486 and 459. With gradients
+        # the rows of statistics are padded to whole tiles of 128; dropout needs the registers of two consumers. Neither
+        # may change the keys a step: with a probability of 0, dropout gives the bits of the kernel without it.
+        wide = not (spec.backward or spec.dropout)
+        return HopperTile(
+            tile_m=192 if wide else 128,
+            tile_n=112,
+            stages=2,
+            turns=False,
+            always_rescale=True,
+            q_in_registers=not spec.dropout,
+        )
     if widest <= 128:
         # d128 full: 626, 1k 550, causal 4k 504. Q read from shared memory for each product 598, 523, 507; in turns 616,
         # 555, 520 (another day); 144 keys 632 but 492 at 1k. With softcap turns pay: causal 479, without 451.
         return HopperTile(
-            tile_m=128, tile_n=128, stages=2, turns=extra, always_rescale=False, q_in_registers=not spec.dropout
+            tile_m=128,
+            tile_n=128,
+            stages=2,
+            turns=bool(spec.mods),
+            always_rescale=False,
+            q_in_registers=not spec.dropout,
         )
     if widest <= 192:
         return HopperTile(tile_m=128, tile_n=96, stages=2, turns=False, always_rescale=False, q_in_registers=False)
