@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -26,6 +25,9 @@ from fagen.tensor_map import TensorMap
 # Loaded kernels by (directory of the artifact, device). The directory's name holds the digest, so that an edited
 # template is another entry.
 _LOADED: dict[tuple[str, int | None], CudaKernel | EmulatedKernel] = {}
+
+_WORD = 8  # bytes
+_MOST_PACKED = 256  # structs kept a launch: allocators bring back the same few addresses
 
 
 class Kernel:
@@ -79,32 +81,22 @@ class Launch:
         places, word = {}, 1
         for field in fields:
             places[field.name] = word
-            word += struct.calcsize("=" + field.format) // 8
-        self._slots = tuple(places[name] for name in tensors if name not in maps)
-        self._map_slots = tuple((tensors.index(name), 8 * places[name], one) for name, one in maps.items())
+            word += struct.calcsize("=" + field.format) // _WORD
+        self._places = tuple((places[name], maps.get(name)) for name in tensors)
         read_only = {field.name for field in fields if field.ctype.startswith("const")}
         self._writable = tuple(name not in read_only for name in tensors)
-        self._is_pointer = tuple(name not in maps for name in tensors)
-        self._template = bytes(8) + packed
-        self._words = ctypes.c_uint64 * (len(self._template) // 8)
+        self._template = bytes(_WORD) + packed
+        self._words = ctypes.c_uint64 * (len(self._template) // _WORD)
         self._threads = kernel.plan.threads
+        self._packed: dict[tuple[int | None, ...], tuple[Any, int]] = {}
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launches on the current stream of the kernel's device, or runs on the CPU. None is a null pointer."""
-        words = self._words.from_buffer_copy(self._template)  # one a call keeps concurrent callers apart
-        pointers = compress(tensors, self._is_pointer) if self._map_slots else tensors
-        for slot, tensor in zip(self._slots, pointers, strict=True):
-            if tensor is not None:
-                words[slot] = tensor.data_ptr()
-        for index, offset, tensor_map in self._map_slots:
-            mapped = tensors[index]
-            assert mapped is not None
-            ctypes.memmove(ctypes.addressof(words) + offset, tensor_map.at(mapped.data_ptr()), MAP_BYTES)
+        addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+        words, pointers = self._packed.get(addresses) or self._pack(addresses)
         loaded = self.kernel.loaded
         if isinstance(loaded, CudaKernel):
-            address = ctypes.addressof(words)
-            words[0] = address + 8
-            loaded.launch_at(self.grid, self._threads, address, current_stream(loaded.device))
+            loaded.launch_at(self.grid, self._threads, pointers, current_stream(loaded.device))
             return
         ranges = [
             (tensor.data_ptr(), _extent_bytes(tensor), writable)
@@ -115,10 +107,29 @@ class Launch:
             grid=self.grid,
             threads=self._threads,
             smem_bytes=self.kernel.plan.smem_bytes,
-            params=bytes(words)[8:],
+            params=bytes(words)[_WORD:],
             ranges=ranges,
             seed=env.emulate_seed(),
         )
+
+    def _pack(self, addresses: tuple[int | None, ...]) -> tuple[Any, int]:
+        """The words of a launch with tensors at `addresses`, and where in memory they lie.
+
+        Nobody writes to them afterwards: concurrent callers share them.
+        """
+        words = self._words.from_buffer_copy(self._template)
+        start = ctypes.addressof(words)
+        words[0] = start + _WORD
+        for address, (word, tensor_map) in zip(addresses, self._places, strict=True):
+            if tensor_map is not None:
+                assert address is not None
+                ctypes.memmove(start + _WORD * word, tensor_map.at(address), MAP_BYTES)
+            elif address is not None:
+                words[word] = address
+        if len(self._packed) >= _MOST_PACKED:
+            self._packed.clear()
+        self._packed[addresses] = words, start
+        return words, start
 
 
 def _empty(field: Field) -> Any:

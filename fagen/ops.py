@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, overload
@@ -20,7 +20,7 @@ from fagen.kernels import Kernel
 from fagen.mods import MODS
 from fagen.operators import SECOND_DERIVATIVE
 from fagen.plan import KernelPlan
-from fagen.prepared import MOST, Call, Gradients, Saved
+from fagen.prepared import MOST, Call, Gradients, Recent, Saved
 from fagen.spec import AttentionSpec
 
 log = logging.getLogger("fagen")
@@ -49,6 +49,7 @@ class Attention:
         self._arch = None if arch is None else resolve(arch)
         self._kernels: dict[torch.device, dict[str, Kernel]] = {}
         self._calls: dict[Any, Call] = {}
+        self._recent = Recent()
         # What a call needs of the spec, where pydantic's and properties' time would count, and torch.compile looks.
         self._identity = (spec.model_dump_json(), arch or "")
         self._dtype = DTYPES[spec.dtype]
@@ -172,23 +173,27 @@ class Attention:
             )
         if torch._C._is_any_autocast_enabled():
             q, k, v = self._autocast(q, k, v)
-        # All that decides how a call is prepared, as cheaply as possible: this is the host's time of a call.
-        key: Any = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device)
-        key += (v.shape, v.stride(), v.dtype, v.device, softmax_scale, window, dropout_p, softcap)
-        tensors: tuple[torch.Tensor, ...] = ()
+        # As little as possible where the last call was like this one: this is the host's time of a call. The shape lets
+        # calls of several shapes take turns.
+        values: tuple[Any, ...] = (k.shape, softmax_scale, window, dropout_p, softcap)
         mods: tuple[Any, ...] | None = None
+        tensors: tuple[torch.Tensor, ...] = ()
         if alibi_slopes is not None or values_of_mods:
             mods = self._mods(softcap, alibi_slopes, values_of_mods)
-            tensors = tuple(value for value in mods if isinstance(value, torch.Tensor))
-            key = (*key, *map(_described, mods))
-        try:
-            call = self._calls.get(key)
-        except TypeError:  # a value that cannot be hashed: the checks say what it should have been
-            call = None
+            tensors = tuple([value for value in mods if isinstance(value, torch.Tensor)])
+            values += tuple([None if isinstance(value, torch.Tensor) else value for value in mods])
+        call = self._recent.find(values, q, k, v, *tensors)
         if call is None:
-            if mods is None:
-                mods = self._mods(softcap, alibi_slopes, values_of_mods)
-            call = self._prepare(key, q, k, v, Values(softmax_scale, window, dropout_p, mods))
+            key = (*map(_described, (q, k, v, *tensors)), *values)
+            try:
+                call = self._calls.get(key)
+            except TypeError:  # a value that cannot be hashed: the checks say what it should have been
+                call = None
+            if call is None:
+                if mods is None:
+                    mods = self._mods(softcap, alibi_slopes, values_of_mods)
+                call = self._prepare(key, q, k, v, Values(softmax_scale, window, dropout_p, mods))
+            self._recent.note(call, values, q, k, v, *tensors)
         if not call.aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
             call = self._lookup(q, k, v, call.values.with_tensors(tensors))
@@ -202,9 +207,7 @@ class Attention:
         ):
             self._check_differentiable()
             result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-            result = _Attention.apply(  # type: ignore[no-untyped-call]
-                self, call, return_lse, _poison, q, k, v, state, *tensors
-            )
+            result = _apply(self, call, return_lse, _poison, q, k, v, state, *tensors)
             return result
         o, lse, _ = call.forward(q, k, v, tensors, state, _poison, return_lse, False)
         return o if lse is None else (o, lse)
@@ -312,7 +315,7 @@ class Attention:
 
     def _lookup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values) -> Call:
         """The prepared call for such tensors and values."""
-        key = (*(_described(x) for x in (q, k, v)), values._replace(mods=tuple(map(_described, values.mods))))
+        key = (*map(_described, (q, k, v, *values.mods)), values.softmax_scale, values.window, values.dropout_p)
         try:
             call = self._calls.get(key)
         except TypeError:
@@ -379,6 +382,10 @@ class _Attention(torch.autograd.Function):
             backward = _Once.apply if torch.is_grad_enabled() else _backward
             gradients = backward(ctx, needed, state, tensors, d_o, d_lse, q, k, v, o, stats)
         return (None, None, None, None, *gradients, None, *[None] * len(tensors))
+
+
+# torch.autograd.Function.apply but for its look for transforms of torch.func, of which `_is_plain` has found none.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 def _backward(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,11 @@ from fagen.kernels import Kernel, Launch
 from fagen.schedule import heads_a_group
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import TensorMap
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # not in every PyTorch to come: then `Recent` finds nothing
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 MOST = 256  # prepared calls that are kept, and backwards of each
 _EMULATED_MULTIPROCESSORS = 3
@@ -70,14 +77,14 @@ class Call:
         self._made = tuple(given.made.values())
         self._tensor_indices = tuple(given.tensors.values())
         self._extra_names = (*given.tensors, *given.made, *(["philox_state"] if spec.dropout else []))
-        self._o_shape = (sizes.batch, sizes.seqlen_q, sizes.heads_q, spec.dim_v)
-        self._lse_shape = (sizes.batch, sizes.heads_q, sizes.seqlen_q)
-        self._stats_shape = stats_shape(sizes) if spec.backward else None
         self._dtype = q.dtype
         self._bounded = spec.causal or spec.window
-        o = _contiguous(self._o_shape)
+        o = _contiguous((sizes.batch, sizes.seqlen_q, sizes.heads_q, spec.dim_v))
         self._o_strides = o.stride()
         self._o_is_like_q = q.shape == o.shape and q.stride() == o.stride()
+        self._new_o = _allocator(o.shape, q.dtype, q.device)
+        self._new_lse = _allocator((sizes.batch, sizes.heads_q, sizes.seqlen_q), torch.float32, q.device)
+        self._new_stats = _allocator(stats_shape(sizes), torch.float32, q.device) if spec.backward else None
         self._fields = {
             **given.fields,
             **strides("q", q),
@@ -117,17 +124,13 @@ class Call:
         `tensors` are the values of modifications that are tensors, in order. `poison` fills what is returned with NaN
         before the launch.
         """
-        device = self.device
-        like_q = self._o_is_like_q  # half the time of the other
-        o = torch.empty_like(q) if like_q else torch.empty(self._o_shape, dtype=self._dtype, device=device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device) if want_lse else None
-        stats = None
-        if self._stats_shape is not None and want_stats:
-            stats = torch.empty(self._stats_shape, dtype=torch.float32, device=device)
+        o = torch.empty_like(q) if self._o_is_like_q else self._new_o()  # the first takes less time
+        lse = self._new_lse() if want_lse else None
+        stats = self._new_stats() if want_stats and self._new_stats is not None else None
         if poison:
             _poison(o, lse, stats)
         if self._launch is not None:
-            outputs = (o, lse) if self._stats_shape is None else (o, lse, stats)
+            outputs = (o, lse) if self._new_stats is None else (o, lse, stats)
             if self._extra_names:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
             else:
@@ -172,7 +175,7 @@ class Call:
     ) -> Launch:
         sizes = self._sizes
         tiles = _query_tiles(sizes, kernel)
-        outputs = ("lse", *([] if self._stats_shape is None else ["stats"]), *self._extra_names)
+        outputs = ("lse", *([] if self._new_stats is None else ["stats"]), *self._extra_names)
         tile = kernel.plan.tile
         if not isinstance(tile, HopperTile):
             return Launch(kernel, tiles, self._fields, ("q", "k", "v", "o", *outputs))
@@ -214,6 +217,33 @@ class Call:
         return extras
 
 
+class Recent:
+    """The last prepared call of each set of values, found in a third of the time that the shapes, strides, dtypes and
+    devices of its tensors take as a key. Any number of threads may use it at once."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[Any, ...], tuple[Callable[..., bool], Call]] = {}
+
+    def find(self, values: tuple[Any, ...], *tensors: torch.Tensor) -> Call | None:
+        """The call, if the last one with `values` had such tensors."""
+        try:
+            alike, call = self._calls[values]
+        except (KeyError, TypeError):  # also a value that cannot be hashed: the checks say what it should have been
+            return None
+        return call if alike(*tensors) else None
+
+    def note(self, call: Call, values: tuple[Any, ...], *tensors: torch.Tensor) -> None:
+        """`call` is the last one with `values`."""
+        if not call.cacheable or TensorGuards is None:
+            return
+        if len(self._calls) >= MOST:
+            self._calls.clear()
+        with suppress(TypeError):  # a list where a tuple should be
+            # How torch.compile checks the inputs of a graph: type, dtype, device, sizes, strides and more, in one step.
+            guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._calls[values] = guards.check, call
+
+
 class _Backward:
     """The backward of a `Call` for gradients of o and lse of certain strides."""
 
@@ -229,7 +259,8 @@ class _Backward:
         need_q, need_k, need_v = self._needed = tuple(needed)
         for name, x in zip(("d_q", "d_k", "d_v"), saved[:3], strict=True):
             fields = {**fields, **strides(name, _contiguous(x.shape))}
-        self._delta_shape = stats_shape(sizes)[:3]
+        delta_shape = stats_shape(sizes)[:3]
+        self._new_delta = _allocator(delta_shape, torch.float32, saved.q.device)
         rows = ("q", "k", "v", "d_o", "stats", "delta")
         main = kernels["bwd"]
         self._deterministic = "bwd_dq" in kernels
@@ -240,7 +271,7 @@ class _Backward:
         self._dq_sum_floats = 0
         # dV does without delta: what the kernel makes of memory that nobody wrote goes into dS only.
         if need_q or need_k:
-            grid = math.prod(self._delta_shape) // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
+            grid = math.prod(delta_shape) // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
             self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta"))
         if need_k or need_v or not self._deterministic:
             assert isinstance(main.plan.tile, BackwardTile)
@@ -269,7 +300,7 @@ class _Backward:
         dq = torch.empty_like(q, memory_format=torch.contiguous_format) if need_q else None
         dk = torch.empty_like(k, memory_format=torch.contiguous_format) if need_k else None
         dv = torch.empty_like(v, memory_format=torch.contiguous_format) if need_v else None
-        delta = torch.empty(self._delta_shape, dtype=torch.float32, device=device)
+        delta = self._new_delta()
         if poison:
             _poison(dq, dk, dv, delta)
         dq_sum = None
@@ -288,7 +319,7 @@ class _Backward:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Blocks that run at once, one a multiprocessor; a few where blocks are emulated, so that each has several tiles."""
+    """Blocks that run at once, one a multiprocessor; a few where blocks are emulated, so that each has many tiles."""
     if device.type == "cpu":
         return _EMULATED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -303,6 +334,12 @@ def _query_tiles(sizes: Sizes, kernel: Kernel) -> int:
 def _contiguous(shape: Sequence[int]) -> torch.Tensor:
     """A tensor of that shape for its strides."""
     return torch.empty(tuple(shape), device="meta")
+
+
+def _allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors of that shape, uninitialised, in less time than torch.empty."""
+    strides = _contiguous(shape).stride()
+    return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

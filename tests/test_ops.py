@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +20,12 @@ from torch import Tensor
 
 import fagen
 from fagen import build, kernels, launch, ops, reference, render
+from fagen.arch import resolve
 from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
 from fagen.errors import CacheError, LaunchError, SpecError
+from fagen.plan import plan as plans
 from fagen.spec import AttentionSpec
+from fagen.tensor_map import TensorMap
 
 PLAIN = AttentionSpec(head_dim=16)
 FULL = AttentionSpec(head_dim=16, window=True, softcap=True, alibi=True, dropout=True)
@@ -404,13 +407,13 @@ def test_a_launch_leaves_the_context_as_it_was(driver: Driver, tmp_path: Path, c
 
 def test_kernels_and_streams_are_those_of_the_tensors_device(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """N24, B14: two cards of different capability, the second not current."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((8, 0), (9, 0))[device])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((8, 0), (8, 9))[device])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "find_or_build", lambda plans, emulate: [FakeArtifact(plan.slug) for plan in plans])
     monkeypatch.setattr(kernels, "_LOADED", {})
     monkeypatch.setattr(kernels, "current_stream", lambda device: 50 + device)
     attention = fagen.Attention(PLAIN)
-    for device, arch in (("cuda:1", "sm90"), ("cuda:0", "sm80"), ("cuda", "sm80")):
+    for device, arch in (("cuda:1", "sm89"), ("cuda:0", "sm80"), ("cuda", "sm80")):
         assert attention.kernel(device).arch.name == arch
         index = torch.device(device).index or 0
         kernel = attention.kernels(device)["fwd"]
@@ -422,6 +425,82 @@ def test_kernels_and_streams_are_those_of_the_tensors_device(driver: Driver, mon
         launched = driver.launches.pop()
         assert launched["context"] == 100 + index and launched["stream"] == 50 + index
         assert launched["first"] == tensor.data_ptr()
+
+
+def test_parameters_are_packed_once_for_the_same_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The struct has each tensor's address, or the map of it, whichever came before; and not all structs are kept."""
+    loaded = Loaded()
+    monkeypatch.setattr(kernels, "_LOADED", {})
+    monkeypatch.setattr(kernels, "_MOST_PACKED", 2)
+    monkeypatch.setattr(kernels, "EmulatedKernel", lambda binary, entry: loaded)
+    plan = next(plan for plan in plans(PLAIN, resolve("sm90a")) if plan.kind == "fwd")
+    fields = plan.params.fields
+    names = [field.name for field in fields if field.is_tensor]
+    shape = (1, 9, 2, 64)
+    maps = {
+        field.name: TensorMap(shape, (0, 128, 64, 1), 8, is_half=False, emulate=True)
+        for field in fields
+        if field.is_map
+    }
+    pointers = [name for name in names if name not in maps]
+    assert maps and pointers
+    values = {field.name: 1 for field in fields}
+    launched = kernels.Launch(kernels.Kernel(plan, cast(Any, FakeArtifact("fake")), None), 3, values, names, maps)
+    some = [{name: torch.zeros(shape, dtype=torch.bfloat16) for name in names} for _ in range(4)]
+    without: dict[str, Tensor | None] = some[0] | {pointers[0]: None}
+    for given in (some[0], some[1], some[0], some[2], without, some[3], some[1], some[0]):
+        launched(*given.values())
+        addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
+        packed = {name: maps[name].at(address) if name in maps else address for name, address in addresses.items()}
+        assert loaded.params.pop() == plan.params.pack(values | packed)
+        assert 1 <= len(launched._packed) <= 2
+    with pytest.raises(ValueError, match="zip"):
+        launched(*some[0].values(), torch.zeros(1))
+
+
+def test_the_last_call_is_found_for_such_tensors_only(plain: fagen.Attention) -> None:
+    """In any order, and without a mistake: tensors that differ in one thing are another call, or none."""
+    q, k, v = tensors()
+    wanted = plain(q, k, v)
+    values = (k.shape, None, None, None, None)
+    found = plain._recent.find(values, q, k, v)
+    assert found is not None
+    again = [x.clone() for x in (q, k, v)]
+    assert plain._recent.find(values, *again) is found
+    others = [
+        (q, k, v.half()),
+        (q, k, v.to("meta")),
+        (q, k, v[..., :8]),
+        (q, k, torch.stack([v, v], -1)[..., 0]),
+        (q.expand(2, -1, -1, -1), k, v),
+        (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        (q[:, :5], k, v),
+        (q, k, v.clone().requires_grad_()),
+    ]
+    for other in others:
+        assert plain._recent.find(values, *other) is None
+    for wrong in ([1.0], torch.zeros(2), 2.0):
+        assert plain._recent.find((k.shape, wrong, None, None, None), q, k, v) is None
+    shorter = plain(q[:, :5], k, v)
+    torch.testing.assert_close(shorter, wanted[:, :5])
+    torch.testing.assert_close(plain(q, k, v), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(plain(q.transpose(1, 2).contiguous().transpose(1, 2), k, v), wanted, rtol=0, atol=0)
+    for other in others[:3]:
+        with pytest.raises(SpecError):
+            plain(*other)
+    assert plain._recent.find(values, q, k, v) is None  # the last one had another layout
+    plain(q, k, v)
+    assert plain._recent.find(values, q, k, v) is not None
+
+
+class Loaded:
+    """A kernel that notes its parameters."""
+
+    def __init__(self) -> None:
+        self.params: list[bytes] = []
+
+    def launch(self, *, params: bytes, **others: Any) -> None:
+        self.params.append(params)
 
 
 class FakeArtifact:
