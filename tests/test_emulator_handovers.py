@@ -45,7 +45,9 @@ PROGRAM = st.lists(st.one_of(ACCESS, ACCESS, ACCESS, BARRIER, HANDOVER, HANDOVER
 
 def encode(program: list[Step]) -> list[tuple[int, int, int, int]]:
     """The steps as the kernel takes them: each arrival has an mbarrier of its own, each named barrier a number."""
-    encoded, arrivals, named = [], [], 0
+    encoded: list[tuple[int, int, int, int]] = []
+    arrivals: list[int] = []
+    named = 0
     for kind, who, what in program:
         if kind in (ARRIVE, ARRIVE_ALL):
             arrivals.append(len(arrivals) + (16 if kind == ARRIVE_ALL else 0))

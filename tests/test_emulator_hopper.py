@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from emulator import Hopper, Map, assemble, body, compile_kernel, launch, pack, span
+from emulator import Argument, Hopper, Map, assemble, body, compile_kernel, launch, pack, span
 from torch import Tensor
 
 from fagen.emulator import EmulatedKernel
@@ -21,6 +21,7 @@ HOPPER = {
     "boxes": Hopper(),
     "products": Hopper(PRODUCTS),
     "products_f16": Hopper(PRODUCTS, "fp16"),
+    "handovers": Hopper(),
     "hopper_faults": Hopper((("ss", 16),)),
     "stream": Hopper((("ss", 64),)),
 }
@@ -67,7 +68,7 @@ class Boxes:
         words = 2 * 3 * rows * box[3] // 2
         self.loaded = torch.zeros(words, dtype=torch.int32)
         self.stored = torch.randint(-(2**31), 2**31, (words,)).int()
-        self.arguments = [
+        self.arguments: list[Argument] = [
             Map(self.source, box, swizzle),
             Map(self.target, box, swizzle),
             self.loaded,
@@ -145,6 +146,36 @@ class Layout:
         self.end = int(start + offset.max()) + 2
 
 
+def read_by_hand(shared: Tensor, bits: int, rows: int, trans: bool) -> Tensor:
+    """(rows, 16): the operand that a descriptor names, element by element."""
+    start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    span = {0: 16, 1: 128, 2: 64, 3: 32}[bits >> 62 & 3]
+    row, k = torch.meshgrid(torch.arange(rows), torch.arange(16), indexing="ij")
+    if trans and span > 16:
+        offset = row % (span // 2) * 2 + row // (span // 2) * leading + k % 8 * span + k // 8 * stride
+    elif trans:
+        offset = row % 8 * 2 + row // 8 * stride + k % 8 * 16 + k // 8 * leading
+    elif span > 16:
+        offset = row // 8 * stride + row % 8 * span + k * 2
+    else:
+        offset = row // 8 * stride + row % 8 * 16 + k % 8 * 2 + k // 8 * leading
+    address = start + offset
+    pattern = (address >> 7) - (bits >> 49 & 7) & (span // 16 - 1)
+    return shared[(address ^ pattern << 4) // 2]
+
+
+WRONG = {
+    "one k-step further": descriptor(2048 + 32, 0, 1024, 128),
+    "rows too near": descriptor(2048, 0, 512, 128),
+    "another swizzle": descriptor(2048, 0, 1024, 64),
+    "a start within the pattern": descriptor(2048 + 128, 1024, 512, 32),
+    "no swizzle": descriptor(2048, 256, 128, 0),
+    "a start within a row": descriptor(2048 + 16, 1024, 2048, 128),
+    "a start in the fourth row": descriptor(2048 + 384, 1024, 2048, 128),
+    "a base offset": descriptor(2048 + 384, 1024, 2048, 128, base=3),
+}
+
+
 class Product:
     """The arguments of products.cu and what it shall compute."""
 
@@ -175,7 +206,7 @@ class Product:
         registers = a.view(torch.int32)[self.rows(torch.arange(4) % 2), (LANE % 4)[:, None] + torch.arange(4) // 2 * 4]
         self.columns = (torch.arange(n // 8) * 8)[:, None] + torch.arange(4) % 2  # of d[j][i] of lane 0
         self.d = self.fragments(c)
-        self.arguments = [self.shared, registers.contiguous(), self.descriptors, self.d]
+        self.arguments: list[Argument] = [self.shared, registers.contiguous(), self.descriptors, self.d]
         self.arguments += [words, n, int(trans_a), int(trans_b), int(from_registers), int(accumulate), repeats]
         self.arguments += [int(early)]
         self.smem_bytes = 4 * words
@@ -193,6 +224,19 @@ class Product:
         rows = self.rows((torch.arange(4) // 2).expand_as(self.columns))
         columns = (LANE % 4 * 2).view(-1, 1, 1) + self.columns
         return matrix[rows, columns].reshape(128, -1).contiguous()
+
+    @classmethod
+    def wrong(cls, trans_b: bool) -> Iterator[tuple[str, Product]]:
+        """Products whose descriptor of b does not fit any tile, and what each shall read."""
+        for name, bits in WRONG.items():
+            case = cls(16, trans_b=trans_b, accumulate=False)
+            case.shared = torch.randn(8192).bfloat16()
+            case.arguments[0], case.arguments[4], case.smem_bytes = case.shared, 4096, 16384
+            case.descriptors[1] = bits
+            a = case.shared[case.a_layout.elements]
+            b = read_by_hand(case.shared, bits & (2**64 - 1), 16, trans_b)
+            case.expected = case.fragments(a.double() @ b.double().T)
+            yield name, case
 
     def run(self, kernel: EmulatedKernel, seed: int = 0) -> None:
         launch(kernel, *self.arguments, smem_bytes=self.smem_bytes, read_only=(0, 1, 2), seed=seed)
@@ -242,43 +286,10 @@ def test_a_partial_block_of_columns_is_read_as_far_as_it_goes(kernels: Kernels) 
     case.check(case.d)
 
 
-def read_by_hand(shared: Tensor, bits: int, rows: int, trans: bool) -> Tensor:
-    """(rows, 16): the operand that a descriptor names, element by element."""
-    start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    span = {0: 16, 1: 128, 2: 64, 3: 32}[bits >> 62 & 3]
-    row, k = torch.meshgrid(torch.arange(rows), torch.arange(16), indexing="ij")
-    if trans and span > 16:
-        offset = row % (span // 2) * 2 + row // (span // 2) * leading + k % 8 * span + k // 8 * stride
-    elif trans:
-        offset = row % 8 * 2 + row // 8 * stride + k % 8 * 16 + k // 8 * leading
-    elif span > 16:
-        offset = row // 8 * stride + row % 8 * span + k * 2
-    else:
-        offset = row // 8 * stride + row % 8 * 16 + k % 8 * 2 + k // 8 * leading
-    return shared[swizzled(start + offset, 0 if span == 16 else span) // 2]
-
-
 @pytest.mark.parametrize("trans_b", [False, True], ids=["k-major", "mn-major"])
 def test_a_wrong_descriptor_reads_what_it_says(kernels: Kernels, trans_b: bool) -> None:
     """Start, offsets and swizzle that do not fit the tile give the numbers that lie there."""
-    wrong = [
-        descriptor(2048 + 32, 0, 1024, 128),  # one k-step further
-        descriptor(2048, 0, 512, 128),
-        descriptor(2048, 0, 1024, 64),
-        descriptor(2048 + 128, 1024, 512, 32),  # starts within the pattern
-        descriptor(2048, 256, 128, 0),
-        descriptor(2048 + 16, 1024, 2048, 128),
-    ]
-    for bits in wrong:
-        case = Product(16, trans_b=trans_b, accumulate=False)
-        case.shared = torch.randn(8192).bfloat16()
-        case.descriptors[1] = bits
-        a = torch.randn(64, 16).bfloat16()
-        case.shared[case.a_layout.elements] = a
-        case.arguments[0], case.arguments[4], case.smem_bytes = case.shared, 4096, 16384
-        a = case.shared[case.a_layout.elements]
-        b = read_by_hand(case.shared, bits & (2**64 - 1), 16, trans_b)
-        case.expected = case.fragments(a.double() @ b.double().T)
+    for _, case in Product.wrong(trans_b):
         case.run(kernels("products"))
         case.check(case.d)
 
@@ -451,7 +462,7 @@ def run_stream(kernel: EmulatedKernel, seed: int, *, m: int = 200, n: int = 136,
 STREAM_BYTES = 2 * (16384 + 8192) + 2 * 8192 + 32
 
 
-def stream_arguments(a: Tensor, b: Tensor, c: Tensor) -> list[Map | int]:
+def stream_arguments(a: Tensor, b: Tensor, c: Tensor) -> list[Argument]:
     maps = [Map(a, (128, 64)), Map(b, (64, 64)), Map(c, (64, 64))]
     return [*maps, -(-a.shape[0] // 128), -(-b.shape[0] // 64), -(-a.shape[1] // 64)]
 

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) hopper_faults(const __grid_
         if (thread == 35) mbarrier_init(one, 1);  // FAULT mbarrier_initialised_twice
     }
     if (fault == 12) {
-        if (thread == 35) mbarrier_init(fresh, 0);  // FAULT mbarrier_for_nobody
+        if (thread == 35) mbarrier_init(fresh, gridDim.x - 3);  // FAULT mbarrier_for_nobody
     }
     if (fault == 13) {
         if (thread == 35) mbarrier_init(fresh, 1);
