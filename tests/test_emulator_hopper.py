@@ -19,6 +19,7 @@ COLUMNS = (16, 64, 80, 96, 128, 176, 256)
 PRODUCTS = tuple((form, n) for form in ("rs", "ss") for n in COLUMNS)
 HOPPER = {
     "boxes": Hopper(),
+    "matrices": Hopper(),
     "products": Hopper(PRODUCTS),
     "products_f16": Hopper(PRODUCTS, "fp16"),
     "handovers": Hopper(),
@@ -110,6 +111,31 @@ def test_boxes_lie_swizzled_and_what_is_outside_is_zero(
     launch(kernels("boxes"), *boxes.arguments, smem_bytes=boxes.smem_bytes, read_only=(0, 3))
     assert torch.equal(boxes.loaded.view(torch.int16), boxes.expected_loaded)
     assert torch.equal(boxes.target, boxes.expected_target)
+
+
+# ---- stmatrix ----
+
+
+class Matrices:
+    """The arguments of matrices.cu and what it shall have done."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        fragments = torch.randint(-(2**31), 2**31, (32, 4)).int()
+        order = torch.randperm(32)
+        self.rows, self.again = torch.zeros(2, 32, 4, dtype=torch.int32)
+        self.arguments: list[Argument] = [fragments, self.rows, self.again, order.float()]
+        # Lane 4 r + t has elements 2 t and 2 t + 1 of row r of each matrix; lane 8 m + r says where row r of m goes.
+        self.expected_rows = torch.zeros(32, 4, dtype=torch.int32)
+        self.expected_rows[order] = fragments.view(8, 4, 4).permute(2, 0, 1).reshape(32, 4)
+        self.expected_again = fragments
+
+
+def test_stmatrix_has_the_layout_of_the_ptx_isa(kernels: Kernels) -> None:
+    case = Matrices()
+    launch(kernels("matrices"), *case.arguments, threads=32, read_only=(0, 3))
+    assert torch.equal(case.rows, case.expected_rows)
+    assert torch.equal(case.again, case.expected_again)
 
 
 # ---- Products ----

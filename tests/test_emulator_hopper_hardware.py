@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from emulator import Argument, Map, compile_cuda, compile_kernel, launch, pack
-from test_emulator_hopper import BOXES, COLUMNS, HOPPER, STREAM_BYTES, SWIZZLES, Boxes, Product, stream_arguments
+from test_emulator_hopper import (
+    BOXES,
+    COLUMNS,
+    HOPPER,
+    STREAM_BYTES,
+    SWIZZLES,
+    Boxes,
+    Matrices,
+    Product,
+    stream_arguments,
+)
 from torch import Tensor
 
 from fagen.arch import resolve
@@ -112,6 +122,12 @@ def test_boxes_are_those_of_the_hardware(tmp_path: Path) -> None:
         boxes = Boxes(swizzle, rows, at)
         for emulated, hardware in both.run(boxes.arguments, smem_bytes=boxes.smem_bytes):
             assert torch.equal(emulated, hardware), (swizzle, rows, at)
+
+
+@pytest.mark.gpu
+def test_stmatrix_is_that_of_the_hardware(tmp_path: Path) -> None:
+    for emulated, hardware in Both("matrices", tmp_path).run(Matrices().arguments, smem_bytes=512, threads=32):
+        assert torch.equal(emulated, hardware)
 
 
 @pytest.mark.gpu

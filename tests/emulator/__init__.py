@@ -46,7 +46,7 @@ def body(name: str, hopper: Hopper | None = None) -> str:
 def assemble(name: str, hopper: Hopper | None = None) -> str:
     """The one file that is compiled: runtime, primitives, body, launch."""
     launch = environment().get_template("emulate/launch.hpp.j2").render(kernel={"entry": name})
-    headers = [_header("emulate/runtime.hpp", hopper), *_primitives("emulate", "hpp", hopper)]
+    headers = [header("emulate/runtime.hpp", hopper), *_primitives("emulate", "hpp", hopper)]
     return "\n".join([*headers, "// ==== kernel ====\n", body(name, hopper), "// ==== end of kernel ====\n", launch])
 
 
@@ -65,10 +65,11 @@ def compile_cuda(name: str, directory: Path, arch: Arch, hopper: Hopper | None =
 
 def _primitives(folder: str, suffix: str, hopper: Hopper | None) -> list[str]:
     names = (*sm80.PRIMITIVES, "tanh", *(HOPPER_PRIMITIVES if hopper else ()))
-    return [_header(f"{folder}/{name}.{suffix}", hopper) for name in names]
+    return [header(f"{folder}/{name}.{suffix}", hopper) for name in names]
 
 
-def _header(path: str, hopper: Hopper | None) -> str:
+def header(path: str, hopper: Hopper | None = None) -> str:
+    """The text of a primitive's header, relative to `templates/`; some are rendered for the shapes of `hopper`."""
     if (template_dir() / path).is_file():
         return (template_dir() / path).read_text(encoding="utf-8")
     assert hopper is not None
