@@ -23,7 +23,7 @@ HOPPER = {
     "products": Hopper(PRODUCTS),
     "products_f16": Hopper(PRODUCTS, "fp16"),
     "handovers": Hopper(),
-    "hopper_faults": Hopper((("ss", 16),)),
+    "hopper_faults": Hopper((("rs", 16), ("ss", 16))),
     "stream": Hopper((("ss", 64),)),
 }
 Kernels = Callable[[str], EmulatedKernel]
@@ -438,6 +438,15 @@ EXPECTED = [
     ("arrival_of_one_lane", 2, 6, "read-after-write race: reads shared byte 1028, which warp 0, lane 1 wrote"),
     ("warp_races_after_mbarriers", 1, 1, "write-after-write race.*__syncwarp"),
     ("write_over_many_readers", 7, 0, "write-after-read race: writes shared byte 1088, which warp 0, lane 0 read"),
+    (
+        "accumulator_written_after_fence",
+        2,
+        5,
+        "accumulates into registers that were written after the last wgmma_fence",
+    ),
+    ("fragment_written_after_fence", 2, 5, "registers a that were written after the last wgmma_fence"),
+    ("named_for_two_purposes", 6, 0, "race.*with barrier 1, not knowing of the arrival of warp 0 before"),
+    ("arrival_for_another_phase", 1, 3, "race.*shared byte 0 in phase 1, not knowing of the arrival of warp 0 in the"),
 ]
 
 

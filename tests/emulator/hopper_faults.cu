@@ -292,4 +292,34 @@ extern "C" __global__ void __launch_bounds__(256, 1) hopper_faults(const __grid_
         if (thread == 200) st_shared_b32(smem + BOX + 128, 1);
         if (thread == 224) st_shared_b32(smem + BOX + 64, 1);  // FAULT write_over_many_readers
     }
+    if (fault == 56 && thread < 128) {
+        wgmma_fence();
+        wgmma_m64n16k16_bf16_ss<0, 0>(d, a, b, false);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_fence();
+        if (thread == 69) d[1][2] *= 2.0f;
+        if (thread == 69) d[1][3] += 1.0f;
+        wgmma_m64n16k16_bf16_ss<0, 0>(d, a, b, true);  // FAULT accumulator_written_after_fence
+        wgmma_wait<0>();
+    }
+    if (fault == 57 && thread < 128) {
+        u32 fragment[4] = {0, 0, 0, 0};
+        for (int i = 0; i < 2; ++i) {
+            fragment[1] = thread;
+            wgmma_fence();
+            if (thread == 69) fragment[2] = i;
+            wgmma_m64n16k16_bf16_rs<0>(d, fragment, b, false);  // FAULT fragment_written_after_fence
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+    }
+    if (fault == 58) {
+        if (thread < 64) named_barrier_sync(1, 64);
+        if (thread >= 192) named_barrier_sync(1, 64);  // FAULT named_for_two_purposes
+    }
+    if (fault == 59) {
+        if (thread == 3) mbarrier_arrive(one);
+        if (thread == 35) mbarrier_arrive(one);  // FAULT arrival_for_another_phase
+    }
 }
