@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import BYTES as MAP_BYTES
 from fagen.tensor_map import TensorMap
+
+log = logging.getLogger("fagen")
 
 # Loaded kernels by (directory of the artifact, device). The directory's name holds the digest, so that an edited
 # template is another entry.
@@ -49,6 +52,8 @@ class Kernel:
 def load(spec: AttentionSpec, arch: Arch, device: int | None) -> dict[str, Kernel]:
     """The kernels of `spec` by kind, built where the cache lacks them. `device=None` loads emulated kernels."""
     plans = plan(spec, arch)
+    if plans[0].family != arch.family:
+        log.debug("%s: the %s family has no such kernel, that of %s runs", spec.slug, arch.family, plans[0].family)
     artifacts = find_or_build(plans, emulate=device is None)
     return {one.kind: Kernel(one, artifact, device) for one, artifact in zip(plans, artifacts, strict=True)}
 

@@ -134,7 +134,7 @@ class KernelPlan:
             return sm80.DELTA_PRIMITIVES
         if self.kind == "bwd_convert":
             return sm80.CONVERT_PRIMITIVES
-        family = sm80.PRIMITIVES
+        family: tuple[str, ...] = sm80.PRIMITIVES
         if self.kind == "bwd" and not self.spec.deterministic:
             family = sm80.BACKWARD_PRIMITIVES
         if isinstance(self.tile, HopperTile):

@@ -38,6 +38,7 @@ def environment() -> jinja2.Environment:
         auto_reload=True,
     )
     result.filters["inset"] = _inset
+    result.filters["deeper"] = _deeper
     # Plain headers go in as they are: the operands of inline PTX, {%0, %1}, would read as Jinja.
     result.globals["plain"] = lambda path: loader.get_source(result, path)[0]
     # Those that name shapes of the kernel are templates.
@@ -47,9 +48,13 @@ def environment() -> jinja2.Environment:
 
 def _inset(text: str, width: int) -> str:
     """Code of a macro, moved right by `width` columns but for the first line; `#pragma` lines stay at the margin."""
-    lines = text.strip().split("\n")
-    moved = (line if not line or line.startswith("#") else " " * width + line for line in lines[1:])
-    return "\n".join([lines[0], *moved])
+    first, *rest = text.strip().split("\n")
+    return "\n".join([first, *_deeper("\n".join(rest), width).split("\n")]) if rest else first
+
+
+def _deeper(text: str, width: int) -> str:
+    """Code moved right by `width` columns; `#pragma` lines stay at the margin."""
+    return "\n".join(line if not line or line.startswith("#") else " " * width + line for line in text.split("\n"))
 
 
 def render(kernel: KernelPlan, target: Target = "cuda") -> str:

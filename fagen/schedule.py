@@ -1,8 +1,8 @@
 """In which order the blocks of a persistent kernel take the tiles of a problem.
 
-Block b of P takes tile b of each round of P tiles, where lengths differ from the other end in every second round. Within
-a group of heads the tiles go from the longest to the shortest, all heads of one length side by side: the smaller the
-group, the more of its keys and values stay in L2, but the less even the rounds.
+Block b of P takes tile b of each round of P tiles; where lengths differ, from the other end in every second round.
+Within a group of heads the tiles go from the longest to the shortest, all heads of one length side by side: the smaller
+the group, the more of its keys and values stay in L2, but the less even the rounds.
 """
 
 from __future__ import annotations

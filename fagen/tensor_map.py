@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of Hopper knows of a tensor, as the driver encodes it or as the emulator reads it."""
+"""Tensor maps: what the copy engine of Hopper knows of a tensor, as the driver encodes or the emulator reads it."""
 
 from __future__ import annotations
 

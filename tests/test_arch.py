@@ -10,13 +10,13 @@ from strategies import DTYPES, FEATURES, HEAD_DIMS, archs, specs
 
 from fagen import target
 from fagen.arch import Arch, for_capability, known, parse_list, resolve
-from fagen.arch.tiles import TileConfig
+from fagen.arch.tiles import HopperTile, TileConfig
 from fagen.errors import SpecError
 from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
 
 # CUDA programming guide, "maximum amount of shared memory per thread block" by compute capability, KiB.
-SMEM_KIB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+SMEM_KIB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm90a": 227, "sm100": 227, "sm120": 99}
 MAX_THREADS_PER_BLOCK, MAX_REGISTERS, REGISTERS_PER_SM = 1024, 255, 65536
 
 
@@ -33,6 +33,9 @@ def names(text: str, capability: tuple[int, int] | None = None) -> list[str]:
         ("sm80,sm_90; 10.0", ["sm80", "sm90", "sm100"]),
         ("9.0+ptx 9.0", ["sm90", "sm90+ptx"]),
         ("SM89", ["sm89"]),
+        ("9.0a", ["sm90a"]),
+        ("sm_90a 9.0", ["sm90a", "sm90"]),
+        ("9.0a+PTX", ["sm90a", "sm90a+ptx"]),
         ("8.0;8.0", ["sm80"]),
     ],
 )
@@ -43,8 +46,7 @@ def test_lists(text: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("9.0a", "'9.0a' needs the Hopper kernels, which this version lacks; sm90 runs on the same cards"),
-        ("8.0 9.0a", "'9.0a' needs the Hopper kernels"),
+        ("8.0 7.5", "'7.5' needs the Turing kernels"),
         ("7.0;9.0", "unknown architecture '7.0'"),
         ("7.5", "'7.5' needs the Turing kernels, which this version lacks"),
         ("8.0a", "unknown architecture '8.0a'"),
@@ -66,7 +68,7 @@ def test_invalid_entries_are_named(text: str, message: str) -> None:
 
 
 def test_native_is_the_card() -> None:
-    assert names("native", (9, 0)) == ["sm90"]
+    assert names("native", (9, 0)) == ["sm90a"]
     assert names("8.0 native", (8, 9)) == ["sm80", "sm89"]
 
 
@@ -77,7 +79,7 @@ def test_native_is_the_card() -> None:
         ((8, 6), "sm86"),
         ((8, 7), "sm87"),
         ((8, 9), "sm89"),
-        ((9, 0), "sm90"),
+        ((9, 0), "sm90a"),
         ((10, 0), "sm100"),
         ((10, 3), "sm100"),  # machine code runs on later minor versions
         ((12, 0), "sm120"),
@@ -99,10 +101,12 @@ def test_cards_that_are_too_old(capability: tuple[int, int]) -> None:
 def test_known_targets_and_their_shared_memory() -> None:
     assert {name: resolve(name).smem_limit // 1024 for name in known()} == SMEM_KIB
     assert resolve("9.0+PTX") == Arch("sm90+ptx", "compute_90", "sm80", 227 * 1024, ptx_only=True)
+    assert resolve("9.0a") == Arch("sm90a", "sm_90a", "sm90", 227 * 1024)
     for name in known():
         arch = resolve(name)
         assert resolve(arch.sm) == arch and arch.name == name
-        assert for_capability(arch.capability) == arch
+        # A Hopper card gets its own family; sm90 is for who asks for it.
+        assert for_capability(arch.capability) == (resolve("sm90a") if name == "sm90" else arch)
 
 
 def test_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,16 +120,20 @@ def test_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAGEN_ARCH", "sm89")
     assert target.default_archs() == ((resolve("sm89"),), "FAGEN_ARCH")
     monkeypatch.setattr(target, "gpu_capability", lambda device=0: (9, 0))
-    assert target.default_archs() == ((resolve("sm90"),), "the GPU")
+    assert target.default_archs() == ((resolve("sm90a"),), "the GPU")
 
 
 def check_tile(kernel: KernelPlan) -> None:
     """What the template asserts, what the hardware allows, and room for what the plan promises."""
     tile, where = kernel.tile, f"{kernel.slug} {kernel.tile}"
+    assert kernel.smem_bytes % 16 == 0 and kernel.smem_bytes <= kernel.arch.smem_limit, where
+    if isinstance(tile, HopperTile):
+        check_hopper_tile(kernel, tile, where)
+        return
+    assert isinstance(tile, TileConfig), where
     assert tile.tile_m % (16 * tile.warps) == 0 and tile.tile_n % 16 == 0, where
     assert tile.stages in (1, 2) and tile.blocks_per_sm >= 1, where
     assert kernel.threads == 32 * tile.warps <= MAX_THREADS_PER_BLOCK, where
-    assert kernel.smem_bytes % 16 == 0 and kernel.smem_bytes <= kernel.arch.smem_limit, where
     # The multiprocessor has the limit of one block and 1 KiB, of which each block costs 1 KiB besides its own.
     resident = tile.blocks_per_sm * (kernel.smem_bytes + 1024)
     assert resident <= kernel.arch.smem_limit + 1024, where
@@ -133,6 +141,26 @@ def check_tile(kernel: KernelPlan) -> None:
     registers = REGISTERS_PER_SM // (tile.blocks_per_sm * kernel.threads)
     o_registers = tile.tile_m // tile.warps * (-(-kernel.spec.dim_v // 16) * 16) // 32
     assert o_registers < min(registers, MAX_REGISTERS) * 3 // 4, where
+
+
+def check_hopper_tile(kernel: KernelPlan, tile: HopperTile, where: str) -> None:
+    """Shapes that wgmma has, boxes that the copy engine takes, and registers for what a consumer holds."""
+    assert tile.tile_m == 64 * tile.consumers and tile.consumers in (2, 3), where
+    assert tile.tile_n % 16 == 0 and tile.tile_n <= 256 and tile.tile_m <= 256, where
+    assert not tile.turns or tile.consumers == 2, where
+    assert kernel.threads == 128 * (tile.consumers + 1), where
+    budget = 128 * (tile.producer_registers + tile.consumers * tile.consumer_registers)
+    assert budget <= REGISTERS_PER_SM and tile.consumer_registers % 8 == tile.producer_registers % 8 == 0, where
+    # S and O in float32, P and perhaps Q in 16 bits, of 64 rows over 128 threads.
+    spec = kernel.spec
+    columns = tile.tile_n + -(-spec.dim_v // 16) * 16 + tile.tile_n // 2
+    columns += -(-spec.head_dim // 16) * 8 if tile.q_in_registers else 0
+    assert columns // 2 <= tile.consumer_registers * 0.9, where
+    # With a probability of 0, dropout gives the bits of the kernel without it.
+    if not spec.dropout and not spec.window:
+        other = plan(spec.model_copy(update={"dropout": True}), kernel.arch)[0].tile
+        assert isinstance(other, HopperTile), where
+        assert (other.tile_n, other.always_rescale) == (tile.tile_n, tile.always_rescale), where
 
 
 @pytest.mark.parametrize("arch", [resolve(name) for name in known()], ids=known())

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fagen
+from fagen.arch import resolve
 from fagen.build import build
 from fagen.check import FLASH_FACTOR, OUTPUT_BUDGET, Case, compare_lse, compare_o, flash_error
 from fagen.plan import plan
 from fagen.spec import AttentionSpec
 from fagen.target import default_archs
 
+HOPPER = resolve("sm90a")
 SMALL = [case for case in CASES if not case.large]
 
 # One case for each way that threads of a block depend on each other: pipelines, masks, skipped tiles, padded dims.
@@ -40,20 +42,20 @@ def emulated_kernels() -> None:
     """All kernels of the table, compiled in one go; the workers of xdist wait for the first."""
     with FileLock(Path(os.environ["FAGEN_CACHE_DIR"]) / "table.lock"):
         (arch, *_), _ = default_archs()
-        build([kernel for spec in specs(SMALL) for kernel in plan(spec, arch)], emulate=True)
+        build([k for spec in specs(SMALL) for one in (arch, HOPPER) for k in plan(spec, one)], emulate=True)
 
 
-def call(case: Case, device: str) -> tuple[Tensor, Tensor]:
+def call(case: Case, device: str, arch: str | None = None) -> tuple[Tensor, Tensor]:
     inputs = case.inputs(device)
-    attn = fagen.load(case.spec, emulate=device == "cpu")
+    attn = fagen.load(case.spec, arch=arch, emulate=device == "cpu")
     o, lse = attn(inputs.q, inputs.k, inputs.v, return_lse=True, _poison=True, **inputs.call)
     return o, lse
 
 
-def judge(case: Case, device: str) -> None:
+def judge(case: Case, device: str, arch: str | None = None) -> None:
     """o and lse within budget of the reference; on a GPU that of o is what PyTorch's flash kernel loses, if more."""
     inputs = case.inputs(device)
-    o, lse = call(case, device)
+    o, lse = call(case, device, arch)
     assert o.dtype == inputs.q.dtype and lse.dtype == torch.float32
     expected_o, expected_lse = case.reference(inputs)
     budget = max(OUTPUT_BUDGET[case.spec.dtype], FLASH_FACTOR * (flash_error(case, inputs, expected_o) or 0.0))
@@ -65,6 +67,12 @@ def judge(case: Case, device: str) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_emulated(case: Case) -> None:
     judge(case, "cpu")
+
+
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_hopper_emulated(case: Case) -> None:
+    judge(case, "cpu", HOPPER.name)
 
 
 @pytest.mark.gpu

@@ -41,13 +41,15 @@ class Backend:
     def __init__(self, name: str) -> None:
         self.name = name
         self.device = "cuda" if name == "gpu" else "cpu"
+        # What `load` is told: "emulated" is the default family, "hopper" the one for sm90a.
+        self.where = {"emulate": name != "gpu", "arch": "sm90a" if name == "hopper" else None}
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
         q, k, v = (to_device(x, self.device) for x in (q, k, v))
         if self.name == "reference":
             o, lse = reference.attention(q, k, v, causal=spec.causal, **call)
         else:
-            o, lse = fagen.load(spec, emulate=self.name == "emulated")(q, k, v, return_lse=True, _poison=True, **call)
+            o, lse = fagen.load(spec, **self.where)(q, k, v, return_lse=True, _poison=True, **call)
             assert o.dtype == q.dtype and lse.dtype == torch.float32
         assert o.shape == (*q.shape[:3], v.shape[3]) and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         return o.cpu().double(), lse.cpu().double()
@@ -69,7 +71,7 @@ class Backend:
         if self.name == "reference":
             gradients = reference.gradients(q, k, v, d_o, d_lse, causal=spec.causal, **call)
         else:
-            attention = fagen.load(with_backward(spec), emulate=self.name == "emulated")
+            attention = fagen.load(with_backward(spec), **self.where)
             _, _, gradients = differentiate(attention, Inputs(q, k, v, call), d_o, d_lse)
             assert all(x.dtype == q.dtype for x in gradients)
         for x, like in zip(gradients, (q, k, v), strict=True):
@@ -90,7 +92,7 @@ def with_backward(spec: AttentionSpec) -> AttentionSpec:
     return AttentionSpec(**spec.model_dump() | {"backward": True})
 
 
-@pytest.fixture(params=["reference", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["reference", "emulated", "hopper", pytest.param("gpu", marks=pytest.mark.gpu)])
 def run(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield Backend(request.param)
     if request.param == "gpu":

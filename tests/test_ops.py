@@ -270,7 +270,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_an_edited_template_is_the_new_code(fresh_cache: Path, templates: Path, compilations: list[str]) -> None:
     """Loaded again in the same process: a changed fragment, a changed primitive, and both back again."""
     original = fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors())
-    fragment, primitive = templates / "common" / "epilogue.cuh.j2", templates / "emulate" / "global.hpp"
+    fragment, primitive = templates / "common" / "row_end.cuh.j2", templates / "emulate" / "global.hpp"
     before = fragment.read_text(), primitive.read_text()
 
     edited, count = re.subn(r"/ sum;", "* 2.0f / sum;", before[0])
@@ -292,7 +292,7 @@ def test_an_edited_template_is_the_new_code(fresh_cache: Path, templates: Path, 
 
 def test_a_broken_template_is_a_build_error_and_the_cache_stays_sound(fresh_cache: Path, templates: Path) -> None:
     good = fagen.load(PLAIN, arch="sm80", emulate=True)(*tensors())
-    path = templates / "common" / "epilogue.cuh.j2"
+    path = templates / "common" / "row_end.cuh.j2"
     before = path.read_text()
     path.write_text(before + "        no_such_function(TILE_N);\n")
     with pytest.raises(fagen.BuildError, match="no_such_function") as caught:

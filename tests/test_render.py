@@ -61,6 +61,12 @@ GOLDEN_KERNELS = [
         ),
     ),
 ]
+# The backward kernels there are those of sm80.
+GOLDEN_KERNELS += [
+    ("sm90a", AttentionSpec(head_dim=128, causal=True)),
+    ("sm90a", AttentionSpec(head_dim=64, dtype="fp16", window=True)),
+    ("sm90a", AttentionSpec(head_dim=256, causal=True, softcap=True, alibi=True, dropout=True)),
+]
 GOLDENS = {kernel.slug: kernel for arch, spec in GOLDEN_KERNELS for kernel in plan(spec, resolve(arch))}
 
 # Words that only code of the feature has. Masks of a window need the positions that causal ones do, as ALiBi does.
@@ -115,7 +121,12 @@ def test_golden_kernels_meet_every_template() -> None:
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert shown <= there
     # These are not marked: they are the file itself, or hand on to what is.
-    itself = {"kernel.j2", "common/mods.cuh.j2", *(kernel.template for kernel in GOLDENS.values())}
+    itself = {
+        "kernel.j2",
+        "common/mods.cuh.j2",
+        "common/row_end.cuh.j2",
+        *(kernel.template for kernel in GOLDENS.values()),
+    }
     assert {path for path in there - shown if not path.startswith(("ptx/", "emulate/"))} == itself
 
 

@@ -31,8 +31,8 @@ class HopperTile:
     """How one block of the Hopper forward works: warpgroups of 64 query rows, and one that feeds the copy engine.
 
     tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. turns: the consumers
-    take turns in giving the tensor cores work (two of them only). always_rescale: O is rescaled at every step, without a
-    branch, and not only where the maximum has grown much. q_in_registers: Q is read from shared memory once.
+    take turns in giving the tensor cores work (two of them only). always_rescale: O is rescaled at every step, without
+    a branch, and not only where the maximum has grown much. q_in_registers: Q is read from shared memory once.
     """
 
     tile_m: int
