@@ -249,8 +249,9 @@ struct Block {
     u32 at_barrier;
     Fiber* first_at_barrier;
     u32 tick;
-    u32 started;  // tick at which this block began: words written before it are unwritten
-    u32 ordered;  // accesses before this tick are ordered for all threads
+    u32 started;   // tick at which this block began: words written before it are unwritten
+    u32 ordered;   // accesses before this tick are ordered for all threads
+    u32 outdated;  // records before this tick need no look: `ordered`, or 0 where the block is pipelined
     u8* shared;
     Word* shadow;
     Range hot_range;  // the last one that an access fell into
@@ -522,6 +523,7 @@ static void* own(Block& block, size_t bytes) {
 
 __attribute__((noinline, cold)) static void start_pipelined(Block& block) {
     block.pipelined = true;
+    block.outdated = 0;
     if (block.scratch) return;
     block.max_clocks = mbarrier_clock(block, MAX_MBARRIERS);
     const size_t vectors = block.launch->threads + 2 * (MAX_MBARRIERS + NAMED_BARRIERS) + 1;
@@ -752,6 +754,7 @@ static void block_barrier(int line) {
     if (block.at_barrier < block.launch->threads) return suspend(self);
     block.at_barrier = 0;
     block.ordered = ++block.tick;
+    block.outdated = block.pipelined ? 0 : block.ordered;
     if (block.pipelined) share_clocks(block, 0, block.launch->threads);
     for (u32 i = 0; i < block.launch->threads; i++) block.fibers[i].wait.at = nullptr;
     for (u32 i = 0; i < block.n_warps; i++) make_ready(block, block.warps[i], ALL_LANES);

@@ -138,12 +138,38 @@ static inline void add_reader(const Fiber& self, Word& w, int line) {
     const u32 thread = thread_of(self), warp = self.warp->index;
     const bool one_warp = w.reader / LANES == w.other_reader / LANES;
     const bool mine = one_warp && w.reader / LANES == warp;
-    if (w.read_tick < self.block->ordered || (mine && w.read_tick < self.warp->ordered)) {
+    if (w.read_tick < self.block->outdated || (mine && w.read_tick < self.warp->ordered)) {
         w.reader = w.other_reader = (u16)thread;
         w.read_tick = self.block->tick;
         w.read_line = (u16)line;
+    } else if (self.block->pipelined) {
+        add_reader_pipelined(self, w, line);
     } else if (mine ? w.reader == w.other_reader : one_warp) {
         w.other_reader = (u16)thread;
+    }
+}
+
+// A write must come after what the tensor cores and the copy engine read here, which a wait of the issuer tells.
+__attribute__((noinline)) static void check_unit_readers(const Fiber& self, u32 offset, int line) {
+    const Block& block = *self.block;
+    const UnitReader* readers = &block.unit_readers[offset / 16 * (block.n_groups + 1)];
+    for (u32 unit = 0; unit <= block.n_groups; unit++) {
+        const UnitReader& reader = readers[unit];
+        if (reader.tick < block.started) continue;
+        const bool product = unit < block.n_groups;
+        const u32 clock = product ? group_clock(block, unit) : store_clock(block, reader.thread / LANES);
+        if (reader.tick < self.clocks[clock]) continue;
+        if (product)
+            fault(self, line,
+                  "write-after-read race: writes shared byte %u, which a product of warpgroup %u reads that was issued "
+                  "at line %u, with no wgmma_wait and barrier in between.\n  Look for a missing wgmma_wait, one that "
+                  "waits for too few groups, or a stage that is handed back or filled again too early.",
+                  offset, unit, reader.line);
+        fault(self, line,
+              "write-after-read race: writes shared byte %u, which a tensor copy to global memory reads that warp %u, "
+              "lane %u issued at line %u, with no tma_store_wait_read and barrier in between.\n  Look for a missing "
+              "tma_store_wait_read in the issuing thread, or a barrier after it.",
+              offset, reader.thread / LANES, reader.thread % LANES, reader.line);
     }
 }
 
@@ -162,8 +188,10 @@ static void check_many_readers(const Fiber& self, u32 word, int line) {
     block.free_readers = w.readers;
 }
 
-static void check_write(const Fiber& self, u32 word, int line) {
+// A write of `bytes`, of which this is one word.
+static void check_write(const Fiber& self, u32 word, u32 bytes, int line) {
     const Block& block = *self.block;
+    if (block.unit_reads && (bytes < 16 || word % 4 == 0)) check_unit_readers(self, word * 4, line);
     const Word& w = block.shadow[word];
     if (w.write_tick == IN_FLIGHT)
         fault(self, line,
@@ -199,51 +227,23 @@ static inline u32 shared_offset(const Fiber& self, u32 address, u32 bytes, const
 static inline const u8* shared_read(const Fiber& self, u32 address, u32 bytes, int line) {
     const Block& block = *self.block;
     const u32 offset = shared_offset(self, address, bytes, "reads", line);
-    const bool pipelined = block.pipelined;
     for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) {
         Word& w = block.shadow[word];
         // One comparison for: written in this block, landed, and before the last __syncthreads.
         if (__builtin_expect(w.write_tick - block.started >= block.ordered - block.started, 0))
             check_read(self, word, line);
-        if (__builtin_expect(pipelined, 0))
-            add_reader_pipelined(self, w, line);
-        else
-            add_reader(self, w, line);
+        add_reader(self, w, line);
     }
     return block.shared + offset;
 }
 
-// A write must come after what the tensor cores and the copy engine read here, which a wait of the issuer tells.
-__attribute__((noinline)) static void check_unit_readers(const Fiber& self, u32 offset, int line) {
-    const Block& block = *self.block;
-    const UnitReader* readers = &block.unit_readers[offset / 16 * (block.n_groups + 1)];
-    for (u32 unit = 0; unit <= block.n_groups; unit++) {
-        const UnitReader& reader = readers[unit];
-        if (reader.tick < block.started) continue;
-        const bool product = unit < block.n_groups;
-        const u32 clock = product ? group_clock(block, unit) : store_clock(block, reader.thread / LANES);
-        if (reader.tick < self.clocks[clock]) continue;
-        if (product)
-            fault(self, line,
-                  "write-after-read race: writes shared byte %u, which a product of warpgroup %u reads that was issued "
-                  "at line %u, with no wgmma_wait and barrier in between.\n  Look for a missing wgmma_wait, one that "
-                  "waits for too few groups, or a stage that is handed back or filled again too early.",
-                  offset, unit, reader.line);
-        fault(self, line,
-              "write-after-read race: writes shared byte %u, which a tensor copy to global memory reads that warp %u, "
-              "lane %u issued at line %u, with no tma_store_wait_read and barrier in between.\n  Look for a missing "
-              "tma_store_wait_read in the issuing thread, or a barrier after it.",
-              offset, reader.thread / LANES, reader.thread % LANES, reader.line);
-    }
-}
-
 // Notes a write of `bytes` that ends at `tick`, or an asynchronous copy that is IN_FLIGHT or LOADING.
 static inline void note_write(const Fiber& self, u32 offset, u32 bytes, u32 tick, int line) {
-    if (__builtin_expect(self.block->unit_reads, 0)) check_unit_readers(self, offset, line);
     for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) {
         Word& w = self.block->shadow[word];
-        const u32 ordered = self.block->ordered;
-        if (__builtin_expect(w.write_tick >= ordered || w.read_tick >= ordered, 0)) check_write(self, word, line);
+        const u32 outdated = self.block->outdated;
+        if (__builtin_expect(w.write_tick >= outdated || w.read_tick >= outdated, 0))
+            check_write(self, word, bytes, line);
         w.write_tick = tick;
         w.read_tick = 0;
         w.writer = (u16)thread_of(self);
