@@ -81,8 +81,10 @@ def jobs(arch: str = "sm80") -> tuple[Job, ...]:
     full = AttentionSpec(head_dim=128, causal=True, softcap=True)
     gradients = AttentionSpec(head_dim=128, causal=True, softcap=True, backward=True)
 
+    hopper = resolve(arch).family == "sm90"
+
     def cold(name: str, spec: AttentionSpec) -> Job:
-        return Job(name, "build", spec, arch, goal=1.5, goal_ratio=5.0)
+        return Job(name, "build", spec, arch, goal=2.0 if hopper else 1.5, goal_ratio=6.0 if hopper else 5.0)
 
     return (
         cold("build, d128 causal softcap", full),
@@ -91,7 +93,7 @@ def jobs(arch: str = "sm80") -> tuple[Job, ...]:
         cold("build, d64", AttentionSpec(head_dim=64)),
         Job("build, d128 causal softcap, forward and backward", "build", gradients, arch, goal=4.0),
         Job("build --emulate, d128 causal softcap", "build", full, arch, emulate=True, goal=1.5),
-        Job("load of a new kernel, d128 causal softcap", "load", full, arch, goal=0.6),
+        Job("load of a new kernel, d128 causal softcap", "load", full, arch, goal=1.0 if hopper else 0.6),
         Job("warm build, d128 causal softcap", "build", full, arch, warm=True, goal=0.3),
         Job("warm load, d128 causal softcap", "load", full, arch, warm=True, goal=0.03),
         Job("fagen --help", "help", goal=0.2),
