@@ -377,9 +377,14 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
     const u32 threads = block.launch->threads;
     char groups[2560] = "";
     describe_all(block, groups, sizeof groups);
+    // Registers first, for others may wait for those who wait for them; then named barriers.
+    const Fiber* first = nullptr;
     for (u32 i = 0; i < threads; i++) {
         const Fiber& fiber = block.fibers[i];
-        if (fiber.exited || fiber.awaited.kind < WAIT_MBARRIER) continue;
+        if (!fiber.exited && (!first || fiber.awaited.kind > first->awaited.kind)) first = &fiber;
+    }
+    if (first->awaited.kind >= WAIT_MBARRIER) {
+        const Fiber& fiber = *first;
         char what[512] = "";
         describe(fiber, false, what, sizeof what);
         fault(fiber, fiber.wait.line, "deadlock: %s, and no thread can run.%s\n  Look for %s.", what, groups,
@@ -397,15 +402,15 @@ __attribute__((noreturn, noinline, cold)) static void deadlock(const Block& bloc
         if (!waiting->exited) break;
     }
 
-    u32 first = 0, end = threads;
+    u32 begin = 0, end = threads;
     if (!barrier) {
         const u32 span = waiting->awaited.kind == WAIT_GROUP ? GROUP_THREADS : LANES;
-        first = thread_of(*waiting) / span * span;
-        end = first + span;
+        begin = thread_of(*waiting) / span * span;
+        end = begin + span;
     }
     const Fiber* missing = nullptr;
     u32 n_missing = 0;
-    for (u32 i = first; i < end; i++) {
+    for (u32 i = begin; i < end; i++) {
         const Fiber& fiber = block.fibers[i];
         if (waits_with(fiber, *waiting) || (!barrier && !(waiting->wait.mask >> fiber.lane & 1))) continue;
         if (!missing) missing = &fiber;
