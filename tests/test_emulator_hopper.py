@@ -447,6 +447,8 @@ EXPECTED = [
     ("fragment_written_after_fence", 2, 5, "registers a that were written after the last wgmma_fence"),
     ("named_for_two_purposes", 6, 0, "race.*with barrier 1, not knowing of the arrival of warp 0 before"),
     ("arrival_for_another_phase", 1, 3, "race.*shared byte 0 in phase 1, not knowing of the arrival of warp 0 in the"),
+    ("two_phases_late", 1, 3, r"deadlock.*for parity 0 of the mbarrier at shared byte 0 \(in phase 2, parity 0"),
+    ("product_by_two_branches", 6, 0, "divergence.*of its warpgroup waits"),
 ]
 
 

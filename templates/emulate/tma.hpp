@@ -235,8 +235,6 @@ static void fence_proxy(Fiber& self) { self.fences[self.n_fences++ % FENCES] = s
 
 }  // namespace emu
 
-static inline void tma_prefetch_map(const TensorMap& map) { (void)map; }
-
 static inline void tma_load_4d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, u32 barrier,
                                int line = __builtin_LINE()) {
     emu::issue_load(*emu::current, dst, map, {c0, c1, c2, c3}, barrier, line);

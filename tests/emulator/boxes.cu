@@ -15,7 +15,6 @@ extern "C" __global__ void __launch_bounds__(128, 1) boxes(const __grid_constant
     if (threadIdx.x == 0) {
         mbarrier_init(barrier, 1);
         mbarrier_init_fence();
-        tma_prefetch_map(params.from);
         mbarrier_arrive_expect_tx(barrier, params.words * 4);
         tma_load_4d(box, params.from, c0, c1, c2, c3, barrier);
     }

@@ -322,4 +322,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) hopper_faults(const __grid_
         if (thread == 3) mbarrier_arrive(one);
         if (thread == 35) mbarrier_arrive(one);  // FAULT arrival_for_another_phase
     }
+    if (fault == 60) {
+        if (thread == 3) mbarrier_arrive(one);
+        if (thread == 3) mbarrier_arrive(one);
+        __syncthreads();
+        if (thread == 35) mbarrier_wait(one, 0);  // FAULT two_phases_late
+    }
+    if (fault == 61) {
+        if (thread < 128) wgmma_fence();
+        if (thread < 128) wgmma_commit();
+        if (thread >= 128 && thread < 192) wgmma_m64n16k16_bf16_ss<0, 0>(d, a, b, false);
+        if (thread >= 192) wgmma_wait<0>();
+        if (thread >= 192) __syncwarp();
+        if (thread >= 192) wgmma_m64n16k16_bf16_ss<0, 0>(d, a, b, true);  // FAULT product_by_two_branches
+    }
 }

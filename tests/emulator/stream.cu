@@ -34,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) stream(const __grid_constan
     if (group == 0) {
         setmaxnreg_dec<24>();
         if (threadIdx.x == 0) {
-            tma_prefetch_map(params.a);
             int stage = 0;
             u32 phase = 0;
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
