@@ -1,7 +1,9 @@
 // Shared memory by 32-bit addresses, with the checks of its shadow. A read must be of words that are written, have
 // landed and are ordered before it; a write must be ordered after all other accesses. What orders two threads is a
 // barrier of both, __syncthreads or, in one warp, __syncwarp: ldmatrix, mma and shuffles order nothing (PTX ISA,
-// "Memory Consistency Model": only barriers and fences do).
+// "Memory Consistency Model": only barriers and fences do). In a pipelined block it is also a named barrier, or an
+// arrival at an mbarrier and the wait for it. What tensor cores and the copy engine read is checked when they are told
+// to, and must stay as it is until a wait says that they have; what threads wrote needs their fence_proxy_async first.
 
 namespace emu {
 

@@ -57,6 +57,12 @@ static TensorCopy decode_copy(Fiber& self, const TensorMap& map, const int (&at)
         valid &= copy.sizes[i] && copy.sizes[i] <= 1ull << 32 && copy.box[i] && copy.box[i] <= 256;
         valid &= i == 0 || (copy.strides[i] % 16 == 0 && copy.strides[i] < 1ull << 40);
     }
+    for (u32 i = 0; i < 4; i++)
+        if (at[i] < 0)
+            fault(self, line,
+                  "%s: coordinate %u is %d. A tile begins at or behind the first element: a negative coordinate is an "
+                  "illegal instruction on an H200.",
+                  name, i, at[i]);
     copy.row_bytes = copy.box[0] * copy.element_bytes;
     copy.swizzle = (1u << swizzle) - 1;
     valid &= copy.row_bytes % 16 == 0;
