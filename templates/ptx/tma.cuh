@@ -5,10 +5,6 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-__device__ __forceinline__ void tma_prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Starts the copy of the box whose first element has these coordinates to `dst`; its bytes count on `barrier`. Elements
 // outside the tensor become zeros, and count.
 __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, u32 barrier) {
