@@ -74,7 +74,7 @@ def test_a_whole_machine(machine: Machine) -> None:
     assert all(finding.ok and not finding.advice for finding in diagnosis.findings)
     assert diagnosis.ok and diagnosis.runs_cuda and diagnosis.runs_cpu
     assert finding(diagnosis, "GPU").found == "NVIDIA H200 (9.0), kernels for sm90a"
-    assert finding(diagnosis, "CUDA compiler").found == "NVRTC 13.0.88, serves sm90"
+    assert finding(diagnosis, "CUDA compiler").found == "NVRTC 13.0.88, serves sm90a"
     assert finding(diagnosis, "ninja").found.startswith("1.13.0")
 
 

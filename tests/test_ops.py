@@ -300,8 +300,8 @@ def test_a_broken_template_is_a_build_error_and_the_cache_stays_sound(fresh_cach
     assert caught.value.command and caught.value.source is not None and caught.value.source.exists()
     line = before.count("\n") + 1
     for text, message in (
-        ("{{ no_such_name }}", f"common/epilogue.cuh.j2, line {line}: 'no_such_name' is undefined"),
-        ("{% if %}", f"common/epilogue.cuh.j2, line {line}: "),
+        ("{{ no_such_name }}", f"common/row_end.cuh.j2, line {line}: 'no_such_name' is undefined"),
+        ("{% if %}", f"common/row_end.cuh.j2, line {line}: "),
         ('{% include "common/none.j2" %}', "there is no template common/none.j2"),
     ):
         path.write_text(f"{before}{text}\n")

@@ -124,15 +124,13 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-__device__ __forceinline__ void tma_prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Starts the copy of the box whose first element has these coordinates to `dst`; its bytes count on `barrier`. Elements
 // outside the tensor become zeros, and count.
-__device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, u32 barrier) {
+__device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3,
+                                            u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+        "%5}], "
         "[%6];" ::"r"(dst),
         "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
         : "memory");
