@@ -503,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
         u32 Q_count = 0;
         Work work;
         for (int round = 0; find_work(work, params, round); ++round) {
-            if (work.steps <= 0) continue;
+            if (work.steps < 0) continue;
             const int kv_head = work.head / params.group_size;
             auto load_k = [&](int step) {
                 const u32 stage = K_count % STAGES;
@@ -522,6 +522,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
                 ++V_count;
             };
             mbarrier_wait(Q_empty, Q_count % 2 ^ 1);
+            if (work.steps == 0) {  // nothing to load, but O will lie here: the next Q comes after it
+                mbarrier_arrive(Q_full);
+                ++Q_count;
+                continue;
+            }
             mbarrier_arrive_expect_tx(Q_full, Q_BYTES);
             load_tile<TILE_M, HEAD_DIM>(Q_smem, params.q_map, work.m0, work.head, work.batch, Q_full);
             ++Q_count;
@@ -803,6 +808,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
             release_v();
             ++Q_count;
         }
+        if (work.steps == 0) {
+            mbarrier_wait(Q_full, Q_count % 2);
+            ++Q_count;
+        }
 
         // >>> sm90/epilogue.cuh.j2
         if (thread == 0) tma_store_wait_read<0>();  // of the last tile
@@ -846,7 +855,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
             }
             tma_store_commit();
             tma_store_wait_read<0>();
-            if (work.steps > 0) mbarrier_arrive(Q_empty);
+            mbarrier_arrive(Q_empty);
         }
     }
     if (thread == 0) tma_store_wait_read<0>();  // before the block's shared memory goes
