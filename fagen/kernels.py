@@ -17,10 +17,9 @@ from fagen.cache import Artifact
 from fagen.emulator import EmulatedKernel
 from fagen.errors import LaunchError
 from fagen.launch import CudaKernel, current_stream
-from fagen.params import Field
+from fagen.params import MAP_BYTES, Field
 from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
-from fagen.tensor_map import BYTES as MAP_BYTES
 from fagen.tensor_map import TensorMap
 
 log = logging.getLogger("fagen")

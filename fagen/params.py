@@ -10,7 +10,7 @@ from typing import Any
 from fagen.errors import LaunchError
 
 _FORMATS = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a TensorMap
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Field:
     def format(self) -> str:
         """Format character of the struct module; a pointer is packed as its address."""
         if self.is_map:
-            return f"{_MAP_BYTES}s"
+            return f"{MAP_BYTES}s"
         return "Q" if self.ctype.endswith("*") else _FORMATS[self.ctype]
 
     @property

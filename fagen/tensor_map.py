@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fagen.errors import LaunchError
+from fagen.params import MAP_BYTES
 
-BYTES = 128
 _ELEMENT_BYTES = 2
 _BOX_COLUMNS = 64  # 128 bytes: the span of the swizzle
 _EMULATED_MAGIC = 0x70616D5F6E656761  # as in templates/emulate/tma.hpp
@@ -52,7 +52,7 @@ class TensorMap:
         box = sum(size << 16 * index for index, size in enumerate(self._box))
         kind = _SWIZZLE_128B | _ELEMENT_BYTES << 8
         words = (_EMULATED_MAGIC, address, *self._sizes, *self._strides, box, kind)
-        return struct.pack(f"<{len(words)}Q", *words).ljust(BYTES, b"\0")
+        return struct.pack(f"<{len(words)}Q", *words).ljust(MAP_BYTES, b"\0")
 
     def _encoded(self, address: int) -> bytes:
         from cuda.bindings import driver

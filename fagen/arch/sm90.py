@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fagen.arch import KIB
+from fagen.arch import resolve
 from fagen.arch.sm80 import ELEMENT_BYTES, padded
 from fagen.arch.tiles import HopperTile
 from fagen.spec import AttentionSpec
@@ -10,7 +10,7 @@ from fagen.spec import AttentionSpec
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
 Q_PRIMITIVES = ("ldmatrix",)  # for Q in registers
 
-SMEM_LIMIT = 227 * KIB
+SMEM_LIMIT = resolve("sm90a").smem_limit
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
 
 

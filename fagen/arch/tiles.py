@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def _stages(count: int, of: str) -> str:
+    return f"{count} stage{'s' if count > 1 else ''} of {of}"
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """How one block works through its part of the problem.
@@ -22,8 +26,8 @@ class TileConfig:
     q_in_registers: bool = False
 
     def __str__(self) -> str:
-        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{self.tile_m} query rows x {self.tile_n} keys, {self.warps} warps, {stages} of keys and values"
+        stages = _stages(self.stages, "keys and values")
+        return f"{self.tile_m} query rows x {self.tile_n} keys, {self.warps} warps, {stages}"
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,10 @@ class HopperTile:
         return 240 if self.consumers < 3 else 160
 
     def __str__(self) -> str:
-        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
         turns = " in turns" if self.turns else ""
         return (
             f"{self.tile_m} query rows x {self.tile_n} keys, {self.consumers} consumer warpgroups{turns}, "
-            f"{stages} of keys and values"
+            f"{_stages(self.stages, 'keys and values')}"
         )
 
 
@@ -87,8 +90,7 @@ class BackwardTile:
     blocks_per_sm: int
 
     def __str__(self) -> str:
-        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{self.tile_n} keys x {self.tile_m} query rows, {self.warps} warps, {stages} of queries"
+        return f"{self.tile_n} keys x {self.tile_m} query rows, {self.warps} warps, {_stages(self.stages, 'queries')}"
 
 
 @dataclass(frozen=True)
