@@ -47,7 +47,7 @@ _HOPPER_FORWARD_FIELDS = (
     Field("heads_q", "int"),
     Field("group_size", "int", "query heads that share a head of k and v"),
     Field("tiles", "int", "of all heads"),
-    Field("heads_a_group", "int", "query heads whose k and v fit into L2 together"),
+    Field("heads_a_group", "int", "query heads whose tiles lie side by side, few for the sake of L2"),
 )
 _STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null")
 _GRADIENT_FIELDS = (

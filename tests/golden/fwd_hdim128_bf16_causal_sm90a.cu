@@ -323,7 +323,7 @@ struct Params {
     int heads_q;
     int group_size;  // query heads that share a head of k and v
     int tiles;  // of all heads
-    int heads_a_group;  // query heads whose k and v fit into L2 together
+    int heads_a_group;  // query heads whose tiles lie side by side, few for the sake of L2
     float softmax_scale_log2;  // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 576, "Params differs from what the caller packs");
@@ -400,8 +400,8 @@ struct Work {
     int key_begin, key_end, steps;
 };
 
-// The tile that this block does in its `round`, or false past the last. Heads lie in groups whose K and V fit into L2
-// together. Within one the tile is the slowest index and the longest tiles come first; rounds alternate their direction, so that the
+// The tile that this block does in its `round`, or false past the last. Heads lie in groups, whose K and V stay in L2 where
+// they fit. Within one the tile is the slowest index and the longest tiles come first; rounds alternate their direction, so that the
 // sums of lengths agree between blocks.
 __device__ __forceinline__ bool find_work(Work& work, const Params& params, int round) {
     const int blocks = gridDim.x;
