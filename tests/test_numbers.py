@@ -548,7 +548,7 @@ def test_n21_one_row_of_many_keys(run: Backend) -> None:
 @pytest.mark.parametrize("batch", [40, pytest.param(8300, marks=pytest.mark.gpu)])
 def test_n21_many_single_rows(run: Backend, batch: int) -> None:
     """N21: B=8300, S=1, H=16, D=128: more blocks than 65535 both ways; dq=dk=0, dv=do."""
-    if run.name == "emulated" and batch > 40:
+    if run.where["emulate"] and batch > 40:
         pytest.skip("too many blocks to emulate")
     heads = 4 if batch == 40 else 16
     q, k, v, d_o = (normal("bf16", batch, 1, heads, 128, seed=seed) for seed in range(4))
@@ -566,7 +566,7 @@ def test_n21_many_single_rows(run: Backend, batch: int) -> None:
 )
 def test_n22_large_grids(run: Backend, batch: int, heads: int) -> None:
     """N22: S=1, outputs poisoned first: o = v."""
-    if run.name == "emulated" and batch * heads > 1000:
+    if run.where["emulate"] and batch * heads > 1000:
         pytest.skip("too many blocks to emulate")
     q, k, v = (normal("bf16", batch, 1, heads, 64, seed=seed) for seed in range(3))
     o, lse = run(AttentionSpec(head_dim=64), q, k, v)
@@ -581,7 +581,7 @@ def test_n22_large_grids(run: Backend, batch: int, heads: int) -> None:
 )
 def test_n22_gradients_of_large_grids(run: Backend, batch: int, heads: int) -> None:
     """N22: S=1, results poisoned first: dv=do, dq=dk=0."""
-    if run.name == "emulated" and batch * heads > 1000:
+    if run.where["emulate"] and batch * heads > 1000:
         pytest.skip("too many blocks to emulate")
     q, k, v, d_o = (normal("bf16", batch, 1, heads, 64, seed=seed) for seed in range(4))
     dq, dk, dv = run.gradients(AttentionSpec(head_dim=64), q, k, v, d_o)
