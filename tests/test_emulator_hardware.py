@@ -71,6 +71,7 @@ def test_warp_operations_are_those_of_the_hardware(tmp_path: Path) -> None:
     arguments: list[Tensor | int] = [
         x,
         torch.zeros(3, 128),
+        torch.zeros(3, 128),
         torch.zeros(3, 128, 4, dtype=torch.int32),
         torch.zeros(3, 128),
     ]

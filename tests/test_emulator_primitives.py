@@ -93,12 +93,13 @@ def test_shuffles_votes_indices_and_exchange(kernels: Kernels, seed: int) -> Non
     blocks, threads = 3, 128
     x = torch.randn(blocks, threads)
     x[0, :32], x[1, 32:64] = 1.0, -1.0  # votes: all, none
-    swapped, halves = torch.zeros(2, blocks, threads)
+    swapped, turned, halves = torch.zeros(3, blocks, threads)
     received = torch.zeros(blocks, threads, 4, dtype=torch.int32)
-    launch(kernels("warps"), x, swapped, received, halves, grid=blocks, seed=seed, read_only=(0,))
+    launch(kernels("warps"), x, swapped, turned, received, halves, grid=blocks, seed=seed, read_only=(0,))
 
     lanes = x.view(blocks, -1, 32)
     assert torch.equal(swapped.view_as(lanes), lanes[..., LANE ^ 5])
+    assert torch.equal(turned.view_as(lanes), lanes.roll(-7, -1))
     index = torch.arange(blocks * threads, dtype=torch.int32).view(blocks, threads)
     assert torch.equal(received[..., 0], ((LANE ^ 16) + 100 * blocks).repeat(blocks, threads // 32).int())
     assert torch.equal(received[..., 1], index.view_as(lanes).roll(1, -1).view_as(index))

@@ -789,14 +789,28 @@ static inline void __syncwarp(unsigned mask = emu::ALL_LANES, int line = __built
     emu::collective("__syncwarp", mask, nullptr, line, emu::order_warp);
 }
 
+namespace emu {
+
+template <class T>
+static T exchange(const char* name, u32 mask, T value, u32 source, int line) {
+    static_assert(sizeof(T) == 4, "a shuffle moves 32 bits");
+    Shuffle mine = {0, source};
+    memcpy(&mine.value, &value, 4);
+    collective(name, mask, &mine, line, shuffle);
+    memcpy(&value, &mine.value, 4);
+    return value;
+}
+
+}  // namespace emu
+
 template <class T>
 static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int line = __builtin_LINE()) {
-    static_assert(sizeof(T) == 4, "a shuffle moves 32 bits");
-    emu::Shuffle shuffle = {0, emu::current->lane ^ (unsigned)lane_mask};
-    memcpy(&shuffle.value, &value, 4);
-    emu::collective("__shfl_xor_sync", mask, &shuffle, line, emu::shuffle);
-    memcpy(&value, &shuffle.value, 4);
-    return value;
+    return emu::exchange("__shfl_xor_sync", mask, value, emu::current->lane ^ (unsigned)lane_mask, line);
+}
+
+template <class T>
+static inline T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
+    return emu::exchange("__shfl_sync", mask, value, (unsigned)lane % emu::LANES, line);
 }
 
 static inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {

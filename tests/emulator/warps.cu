@@ -3,6 +3,7 @@
 struct Params {
     const float* x;  // (blocks, threads)
     float* swapped;  // (blocks, threads): x of lane ^ 5
+    float* turned;   // (blocks, threads): x of lane + 7, modulo 32
     // (blocks, threads, 4): lane ^ 16 by an integer shuffle; x of the lane before, of the thread before; votes
     u32* words;
     float* halves;  // (blocks, threads): sum of x over the half of the warp, by two disjoint masks
@@ -13,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) warps(const __grid_constant
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     const float x = ld_global_f32(params.x + index);
     st_global_f32(params.swapped + index, __shfl_xor_sync(0xffffffffu, x, 5));
+    st_global_f32(params.turned + index, __shfl_sync(0xffffffffu, x, lane + 7));
 
     u32 words[4];
     words[0] = __shfl_xor_sync(0xffffffffu, static_cast<u32>(lane), 16) + gridDim.x * 100;
