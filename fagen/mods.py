@@ -58,8 +58,17 @@ class Mod:
 
 def _pack_softcap(value: Any, call: CallContext) -> Mapping[str, Any]:
     cap = positive_float("softcap", value)
-    # The fragment works in z, with z = 2 at the border of its cubic, at 3/16 of the cap.
-    return {"softcap_inner": call.softmax_scale / cap * (2 * 16 / 3), "softcap_log2": cap * LOG2E}
+    # Below the border tanh(y) is a cubic, whose error border^5 / 60 times the cap is to be below 8e-5 in a score. It is
+    # y - y^3 / 3 + 2 y^5 / 15 with the last term as a line in y^2 (Chebyshev). z = 2 at the border.
+    border = min(3 / 16, (60 * 8e-5 / cap) ** 0.2)
+    half = border / 2
+    return {
+        "softcap_inner": call.softmax_scale / cap / half,
+        "softcap_log2": cap * LOG2E,
+        "softcap_linear": (1 - border**4 / 60) * half,
+        "softcap_cubic": (border**2 * 2 / 15 - 1 / 3) * half**3,
+        "softcap_exponent": border * LOG2E,
+    }
 
 
 def _eager_softcap(scores: torch.Tensor, value: Any, context: ScoreContext) -> torch.Tensor:
@@ -112,8 +121,11 @@ MODS: tuple[Mod, ...] = (
         name="softcap",
         argument="softcap",
         fields=(
-            Field("softcap_inner", "float", "32 / 3 * softmax_scale / softcap"),
+            Field("softcap_inner", "float", "a score to z: 2 / border * softmax_scale / softcap"),
             Field("softcap_log2", "float", "softcap * log2(e)"),
+            Field("softcap_linear", "float", "tanh is softcap_linear * z + softcap_cubic * z^3 where |z| < 2"),
+            Field("softcap_cubic", "float"),
+            Field("softcap_exponent", "float", "exp(2 y) is exp2(softcap_exponent * z)"),
         ),
         pack=_pack_softcap,
         eager=_eager_softcap,

@@ -247,6 +247,20 @@ def test_n7_causal_mask_after_the_cap(run: Backend, dtype: str) -> None:
     assert lse[0, 0, 0] == 0
 
 
+@pytest.mark.parametrize("cap", [1.0, 50.0, 200.0, 700.0])
+def test_softcap_where_its_tanh_changes_formula(run: Backend, cap: float) -> None:
+    """Scores from 0 to a quarter of the cap, past the border of the cubic: one key a row, so lse is the capped score."""
+    scores = (torch.linspace(-0.25, 0.25, 201, dtype=torch.float64) * cap).bfloat16().double()
+    q = torch.zeros(1, 201, 1, 64)
+    q[0, :, 0, 0] = scores.float()
+    one = torch.zeros(1, 1, 1, 64)
+    one[..., 0] = 1.0
+    spec = AttentionSpec(head_dim=64, softcap=True)
+    o, lse = run(spec, q.bfloat16(), one.bfloat16(), one.bfloat16(), softcap=cap, softmax_scale=1.0)
+    assert (o[..., 0] == 1).all()
+    assert_lse(lse[0, 0], cap * torch.tanh(scores / cap))
+
+
 def test_n7_window_mask_after_the_cap(run: Backend) -> None:
     """N7's kind with a window: (0, 0) sees only the diagonal, whatever the cap."""
     k, v = normal("bf16", 1, 20, 1, 64), normal("bf16", 1, 20, 1, 64, seed=1)
