@@ -147,10 +147,11 @@ def check_hopper_tile(kernel: KernelPlan, tile: HopperTile, where: str) -> None:
     """Shapes that wgmma has, boxes that the copy engine takes, and registers for what a consumer holds."""
     assert tile.tile_m == 64 * tile.consumers and tile.consumers in (2, 3), where
     assert tile.tile_n % 16 == 0 and tile.tile_n <= 256 and tile.tile_m <= 256, where
-    assert not tile.turns or tile.consumers == 2, where
     assert kernel.threads == 128 * (tile.consumers + 1), where
+    # A block starts with as many registers a thread as fit, a multiple of 8, and has no more to share out.
     budget = 128 * (tile.producer_registers + tile.consumers * tile.consumer_registers)
-    assert budget <= REGISTERS_PER_SM and tile.consumer_registers % 8 == tile.producer_registers % 8 == 0, where
+    assert budget <= REGISTERS_PER_SM // kernel.threads // 8 * 8 * kernel.threads, where
+    assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0, where
     # S and O in float32, P and perhaps Q in 16 bits, of 64 rows over 128 threads.
     spec = kernel.spec
     columns = tile.tile_n + -(-spec.dim_v // 16) * 16 + tile.tile_n // 2
@@ -160,7 +161,7 @@ def check_hopper_tile(kernel: KernelPlan, tile: HopperTile, where: str) -> None:
     if not spec.dropout and not spec.window:
         other = plan(spec.model_copy(update={"dropout": True}), kernel.arch)[0].tile
         assert isinstance(other, HopperTile), where
-        assert (other.tile_n, other.always_rescale) == (tile.tile_n, tile.always_rescale), where
+        assert other.tile_n == tile.tile_n, where
 
 
 @pytest.mark.parametrize("arch", [resolve(name) for name in known()], ids=known())

@@ -57,3 +57,50 @@ def test_tiles_that_see_nothing_between_others(monkeypatch: pytest.MonkeyPatch, 
     assert not o[:, :360].any() and (lse[:, :, :360] == -torch.inf).all()
     assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed
     assert compare_lse(lse, expected_lse).passed
+
+
+# Scores by position, in the order in which a kernel walks over the keys, from the last to the first: how they grow from
+# one step to the next decides whether references serve. In units of log2(e): 2^15 is 10.4, and 2^128 is 88.7.
+WALKS = {
+    "rising a little": [0, 4, 8, 9, 14, 20],
+    "rising past the limit": [-40, -25, 0, 11, 30, 60],
+    "rising past the range of float32": [-200, -60, 100, 300, 310, 500],
+    "far from 0": [-1500, 1000, 1004, 996, 1016, 1000],
+    "falling": [100, 99, 60, 0, -100, -300],
+    "a peak": [0, 0, 0, 120, 0, 0],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("walk", list(WALKS))
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"head_dim": 64}, {}),
+        ({"head_dim": 128}, {}),
+        ({"head_dim": 128, "dtype": "fp16", "causal": True}, {}),
+        ({"head_dim": 256, "window": True}, {"window": (400, 100)}),
+        ({"head_dim": 128, "softcap": True}, {"softcap": 200.0}),
+        ({"head_dim": 64, "softcap": True}, {"softcap": 700.0}),
+        ({"head_dim": 128, "alibi": True}, {"alibi_slopes": torch.tensor([0.5, 0.01])}),
+    ],
+    ids=lambda value: "-".join(str(x) for x in value if x != "head_dim") if isinstance(value, dict) else None,
+)
+def test_references_that_do_not_serve(
+    fields: dict[str, object], values: dict[str, object], walk: str, device: str
+) -> None:
+    """Scores that leave the references of the steps before behind, within a step and between steps, give the softmax."""
+    generator = torch.Generator().manual_seed(0)
+    spec = AttentionSpec(**fields)
+    dtype = torch.float16 if spec.dtype == "fp16" else torch.bfloat16
+    rows, keys = 200, 720
+    levels = torch.tensor(WALKS[walk]).repeat_interleave(keys // 6).flip(0)
+    q, k = (torch.randn(1, n, 2, spec.head_dim, generator=generator) / spec.head_dim**0.25 for n in (rows, keys))
+    q[..., 0], k[..., 0] = 1.0, levels[:, None]
+    q, k, v = (x.to(dtype) for x in (q, k, torch.randn(1, keys, 2, spec.head_dim, generator=generator)))
+    values = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    attention = fagen.load(spec, arch="sm90a", emulate=device == "cpu")
+    o, lse = attention(*(x.to(device) for x in (q, k, v)), softmax_scale=1.0, return_lse=True, _poison=True, **values)
+    expected = reference.attention(*(x.to(device) for x in (q, k, v)), causal=spec.causal, softmax_scale=1.0, **values)
+    assert compare_o(o, expected[0], OUTPUT_BUDGET[spec.dtype]).passed
+    assert compare_lse(lse, expected[1]).passed

@@ -34,7 +34,7 @@ def _with_q_and_o(spec: AttentionSpec, tile: HopperTile) -> tuple[int, int]:
     """Shared memory with Q and O side by side, and with one over the other."""
     q_bytes, o_bytes = tile_bytes(tile.tile_m, spec.head_dim), tile_bytes(tile.tile_m, spec.dim_v)
     keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
-    rest = tile.stages * keys + 8 * (2 + 4 * tile.stages)
+    rest = tile.stages * keys + 8 * (2 + 4 * tile.stages) + 32
     return q_bytes + o_bytes + rest, max(q_bytes, o_bytes) + rest
 
 
@@ -58,36 +58,15 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     Figures are TFLOP/s on one H200, bf16, 16384 keys unless another number is given; docs/hopper-forward.md has all.
     """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    if widest <= 64 and not spec.mods:
-        # d64 full: 504, causal 466. 128 keys with Q in shared memory 476 and 442; 128 x 192 486 and 459. With gradients
-        # the rows of statistics are padded to whole tiles of 128; dropout needs the registers of two consumers. Neither
-        # may change the keys a step: with a probability of 0, dropout gives the bits of the kernel without it.
-        wide = not (spec.backward or spec.dropout)
-        return HopperTile(
-            tile_m=192 if wide else 128,
-            tile_n=112,
-            stages=2,
-            turns=False,
-            always_rescale=True,
-            q_in_registers=not spec.dropout,
-        )
     if widest <= 64:
-        # d64 causal with softcap: 345; 128 x 128 328, 128 x 160 337, 192 x 112 323, and without turns some 15 less.
-        return HopperTile(
-            tile_m=128, tile_n=192, stages=2, turns=True, always_rescale=False, q_in_registers=not spec.dropout
-        )
+        # d64 full: 589, causal 480; 96 keys 555 and 457, 80 keys 518 and 467. 128 x 128 445 and 413, in its run 617 and
+        # 532.
+        # With gradients the rows of statistics are padded to whole tiles of 128; dropout needs the registers of two
+        # consumers. Neither may change the keys a step: with a probability of 0, dropout gives the bits of the kernel
+        # without it.
+        tile_m = 128 if spec.backward or spec.dropout else 192
+        return HopperTile(tile_m=tile_m, tile_n=112, stages=2, q_in_registers=not spec.dropout)
     if widest <= 128:
-        # d128 full: 626, 1k 550, causal 4k 504. Q read from shared memory for each product 598, 523, 507; in turns 616,
-        # 555, 520 (another day); 144 keys 632 but 492 at 1k. With softcap turns pay: causal 479, without 451.
-        return HopperTile(
-            tile_m=128,
-            tile_n=128,
-            stages=2,
-            turns=bool(spec.mods),
-            always_rescale=False,
-            q_in_registers=not spec.dropout,
-        )
-    if widest <= 192:
-        return HopperTile(tile_m=128, tile_n=96, stages=2, turns=False, always_rescale=False, q_in_registers=False)
-    # d256 full: 695, causal 680. In turns 687 and 678; rescaling always 676 and 661.
-    return HopperTile(tile_m=128, tile_n=80, stages=2, turns=False, always_rescale=False, q_in_registers=False)
+        # d128 full: 689, 1k 598, causal 1k 372. 144 keys 711, 538 and 324; 112 keys 661, 536 and 339.
+        return HopperTile(tile_m=128, tile_n=128, stages=2, q_in_registers=not spec.dropout)
+    return HopperTile(tile_m=128, tile_n=96 if widest <= 192 else 80, stages=2, q_in_registers=False)

@@ -34,16 +34,13 @@ class TileConfig:
 class HopperTile:
     """How one block of the Hopper forward works: warpgroups of 64 query rows, and one that feeds the copy engine.
 
-    tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. turns: the consumers
-    take turns in giving the tensor cores work (two of them only). always_rescale: O is rescaled at every step, without
-    a branch, and not only where the maximum has grown much. q_in_registers: Q is read from shared memory once.
+    tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. q_in_registers: Q is
+    read from shared memory once.
     """
 
     tile_m: int
     tile_n: int
     stages: int
-    turns: bool
-    always_rescale: bool
     q_in_registers: bool
 
     @property
@@ -65,9 +62,8 @@ class HopperTile:
         return 240 if self.consumers < 3 else 160
 
     def __str__(self) -> str:
-        turns = " in turns" if self.turns else ""
         return (
-            f"{self.tile_m} query rows x {self.tile_n} keys, {self.consumers} consumer warpgroups{turns}, "
+            f"{self.tile_m} query rows x {self.tile_n} keys, {self.consumers} consumer warpgroups, "
             f"{_stages(self.stages, 'keys and values')}"
         )
 

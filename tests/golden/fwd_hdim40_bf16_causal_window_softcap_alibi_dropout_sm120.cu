@@ -199,8 +199,11 @@ struct Params {
     i64 o_row_stride;
     i64 o_head_stride;
     const u64* philox_state;  // seed, offset
-    float softcap_inner;  // 32 / 3 * softmax_scale / softcap
+    float softcap_inner;  // a score to z: 2 / border * softmax_scale / softcap
     float softcap_log2;  // softcap * log2(e)
+    float softcap_linear;  // tanh is softcap_linear * z + softcap_cubic * z^3 where |z| < 2
+    float softcap_cubic;
+    float softcap_exponent;  // exp(2 y) is exp2(softcap_exponent * z)
     int seqlen_q;
     int seqlen_k;
     int heads_q;
@@ -210,7 +213,7 @@ struct Params {
     u32 keep_threshold;  // a score is kept where its 16 random bits are below
     float keep_scale;  // 65536 / keep_threshold
 };
-static_assert(sizeof(Params) == 208, "Params differs from what the caller packs");
+static_assert(sizeof(Params) == 224, "Params differs from what the caller packs");
 
 // >>> common/sizes.cuh.j2
 constexpr int HEAD_DIM = 40;
@@ -424,9 +427,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
 
         // >>> mods/softcap.cuh.j2
-        // z = 32/3 * score / softcap. Where all z of the warp are below 2 in magnitude (scores below 3/16 of the cap, as most
-        // are), tanh is a cubic, minimax with relative error 2.1e-5, and the special-function unit is left to exp2. Bit 30 of a
-        // float is set exactly from 2 on, infinity and NaN included, so that an OR of the scores' bits tells.
+        // z is score / softcap in halves of the border, below which tanh is a cubic (fagen/mods.py). Where all z of the warp are
+        // below 2 in magnitude, as most are, the special-function unit is left to exp2. Bit 30 of a float is set exactly from 2
+        // on, infinity and NaN included, so that an OR of the scores' bits tells.
         u32 seen = 0;
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
@@ -448,8 +451,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 for (int j = 0; j < S_FRAGS; ++j) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        constexpr float TWICE_LOG2E = 2 * 1.4426950408889634f * 3 / 32;
-                        S_rmem[m][j][e] = 1.0f - 2.0f * rcp_approx(1.0f + exp2_approx(TWICE_LOG2E * S_rmem[m][j][e]));
+                        const float z = S_rmem[m][j][e];
+                        S_rmem[m][j][e] = 1.0f - 2.0f * rcp_approx(1.0f + exp2_approx(params.softcap_exponent * z));
                     }
                 }
             }
@@ -461,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const float z = S_rmem[m][j][e];
-                        S_rmem[m][j][e] = z * fmaf(-2.7084445e-4f, z * z, 0.0937481f);
+                        S_rmem[m][j][e] = z * fmaf(params.softcap_cubic, z * z, params.softcap_linear);
                     }
                 }
             }
