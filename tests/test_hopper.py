@@ -89,7 +89,7 @@ WALKS = {
 def test_references_that_do_not_serve(
     fields: dict[str, object], values: dict[str, object], walk: str, device: str
 ) -> None:
-    """Scores that leave the references of the steps before behind, within a step and between steps, give the softmax."""
+    """Scores that leave the references of the steps before behind give the softmax."""
     generator = torch.Generator().manual_seed(0)
     spec = AttentionSpec(**fields)
     dtype = torch.float16 if spec.dtype == "fp16" else torch.bfloat16

@@ -249,7 +249,7 @@ def test_n7_causal_mask_after_the_cap(run: Backend, dtype: str) -> None:
 
 @pytest.mark.parametrize("cap", [1.0, 50.0, 200.0, 700.0])
 def test_softcap_where_its_tanh_changes_formula(run: Backend, cap: float) -> None:
-    """Scores from 0 to a quarter of the cap, past the border of the cubic: one key a row, so lse is the capped score."""
+    """Scores up to a quarter of the cap, past the border of the cubic: with one key lse is the capped score."""
     scores = (torch.linspace(-0.25, 0.25, 201, dtype=torch.float64) * cap).bfloat16().double()
     q = torch.zeros(1, 201, 1, 64)
     q[0, :, 0, 0] = scores.float()
