@@ -31,9 +31,9 @@ class Sizes(NamedTuple):
     heads_k: int
 
     @property
-    def empty(self) -> bool:
-        """There is no row of o."""
-        return not (self.batch and self.seqlen_q and self.heads_q)
+    def trivial(self) -> bool:
+        """There is no row of o, or no key for it to see: nothing to compute, o = 0, lse = -inf and gradients of 0."""
+        return not (self.batch and self.seqlen_q and self.heads_q and self.seqlen_k)
 
 
 def stats_shape(sizes: Sizes) -> tuple[int, int, int, int]:

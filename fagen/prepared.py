@@ -97,7 +97,8 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
-        self._launch = None if sizes.empty else self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
+        # Tensors without elements may have the address 0, of which the copy engine reads nothing, not even zeros.
+        self._launch = None if sizes.trivial else self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._backwards: dict[Any, _Backward] = {}
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -135,6 +136,10 @@ class Call:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
             else:
                 self._launch(q, k, v, *outputs)
+        else:
+            o.zero_()
+            if lse is not None:
+                lse.fill_(-math.inf)
         return o, lse, stats
 
     def gradients(
@@ -152,7 +157,7 @@ class Call:
         `d_o`, of any strides, or None: o was not used. `d_lse`, of any strides, or None: lse was not used.
         """
         q, k, v, o, stats = saved
-        if self._launch is None or self._sizes.seqlen_k == 0:
+        if self._launch is None:
             dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needed, strict=True))
             return dq, dk, dv
         if d_o is None:

@@ -27,8 +27,7 @@ class TensorMap:
     ) -> None:
         """`shape` and `strides`, in elements, are of (batch, row, head, dim); strides of entries of one are ignored."""
         batch, rows, heads, dim = shape
-        # An empty tensor is never read; the driver wants at least one element along each dimension.
-        self._sizes = [max(1, size) for size in (dim, rows, heads, batch)]
+        self._sizes = [dim, rows, heads, batch]
         given = (strides[1], strides[2], strides[0])
         # Along a dimension of one entry the stride means nothing and may be what no map can hold.
         self._strides = [

@@ -404,6 +404,7 @@ EXPECTED = [
     ("load_misaligned", 1, 3, "a box at shared byte 1088, which must be a multiple of 128"),
     ("load_past_end", 1, 3, "a box of 1024 bytes at shared byte 12800, out of bounds: the block has 13312"),
     ("load_by_no_map", 1, 3, "no tensor map of the emulator"),
+    ("load_from_address_0", 1, 3, "the tensor has the address 0"),
     ("load_past_tensor", 1, 3, "reads 2 bytes of global memory out of bounds: byte 2048 of range 0"),
     (
         "store_without_fence",

@@ -120,6 +120,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) hopper_faults(const __grid_
         const TensorMap& map = *reinterpret_cast<const TensorMap*>(params.no_map);
         if (thread == 35) tma_load_4d(smem + BOX, map, 0, 0, 0, 0, one);  // FAULT load_by_no_map
     }
+    if (fault == 62) {
+        TensorMap nowhere = params.input;
+        nowhere.opaque[1] = 0;
+        if (thread == 35) tma_load_4d(smem + BOX, nowhere, 0, 16, 0, 0, one);  // FAULT load_from_address_0
+    }
     if (fault == 22) {
         if (thread == 35) mbarrier_arrive_expect_tx(one, BOX_BYTES);
         if (thread == 35) tma_load_4d(smem + BOX, params.beyond, 0, 16, 0, 0, one);  // FAULT load_past_tensor

@@ -480,7 +480,7 @@ __device__ __forceinline__ bool next_work(Work& work, const Params& params, int&
     work.key_end = min(params.seqlen_k, work.m0 + TILE_M + params.seqlen_k - params.seqlen_q);
     work.key_begin = 0;
     if (work.key_end <= work.key_begin) {  // sees nothing: one step of rows past the last, which the copy engine zeros
-        work.key_begin = max(1, params.seqlen_k);
+        work.key_begin = params.seqlen_k;
         work.key_end = work.key_begin + 1;
     }
     work.steps = (work.key_end - work.key_begin + TILE_N - 1) / TILE_N;
