@@ -2,9 +2,11 @@
 
 A modification is one template fragment (`templates/mods/<name>.cuh.j2`), one boolean field of AttentionSpec of the same
 name, and one row of MODS: its run-time parameters and its definition in eager PyTorch. The parameter struct, the
-reference, the command-line flag and the slug follow. The fragment has `forward`, which changes one score, or `tile`, which
-changes all of a warp's step. Beside `tile` it may have `exponent`, one score in log2 units, with `exponent_holds`, whether
-that was right for all: the Hopper forward then spares the row maxima, which it has to know where there is `tile` alone.
+reference, the command-line flag and the slug follow.
+
+The fragment has `forward`, which changes one score, or `tile`, which changes all of a warp's step. Beside `tile` it may
+have `exponent`, which makes one score one in log2 units, and `exponent_holds`, whether that was right for all of them: the
+Hopper forward then need not know the row maxima, as it has to where there is `tile` alone.
 """
 
 from __future__ import annotations
