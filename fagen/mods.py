@@ -5,8 +5,8 @@ name, and one row of MODS: its run-time parameters and its definition in eager P
 reference, the command-line flag and the slug follow.
 
 The fragment has `forward`, which changes one score, or `tile`, which changes all of a warp's step. Beside `tile` it may
-have `exponent`, which makes one score one in log2 units, and `exponent_holds`, whether that was right for all of them: the
-Hopper forward then need not know the row maxima, as it has to where there is `tile` alone.
+have `exponent`, which makes one score one in log2 units, and `exponent_holds`, whether that was right for all of them:
+the Hopper forward then need not know the row maxima, as it has to where there is `tile` alone.
 """
 
 from __future__ import annotations
