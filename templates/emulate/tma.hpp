@@ -58,9 +58,10 @@ static TensorCopy decode_copy(Fiber& self, const TensorMap& map, const int (&at)
         valid &= i == 0 || (copy.strides[i] % 16 == 0 && copy.strides[i] < 1ull << 40);
     }
     if (!copy.address)
-        fault(self, line,
-              "%s: the tensor has the address 0: an H200 reads nothing there, not even the zeros of a box past its end.",
-              name);
+        fault(
+            self, line,
+            "%s: the tensor has the address 0: an H200 reads nothing there, not even the zeros of a box past its end.",
+            name);
     for (u32 i = 0; i < 4; i++)
         if (at[i] < 0)
             fault(self, line,
