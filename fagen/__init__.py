@@ -15,6 +15,9 @@ _HOMES = {
     "flash_attn_func": "fagen.interface",
     "flash_attn_kvpacked_func": "fagen.interface",
     "flash_attn_qkvpacked_func": "fagen.interface",
+    "flash_attn_varlen_func": "fagen.interface",
+    "flash_attn_varlen_kvpacked_func": "fagen.interface",
+    "flash_attn_varlen_qkvpacked_func": "fagen.interface",
     "FagenError": "fagen.errors",
     "SpecError": "fagen.errors",
     "ToolchainError": "fagen.errors",
@@ -36,12 +39,22 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "load",
 ]
 
 if TYPE_CHECKING:
     from fagen.errors import BuildError, CacheError, FagenError, LaunchError, SpecError, ToolchainError
-    from fagen.interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+    from fagen.interface import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from fagen.ops import Attention, load
     from fagen.spec import AttentionSpec
 

@@ -36,10 +36,37 @@ class Sizes(NamedTuple):
         return not (self.batch and self.seqlen_q and self.heads_q and self.seqlen_k)
 
 
-def stats_shape(sizes: Sizes) -> tuple[int, int, int, int]:
-    """Shape of the statistics that a forward leaves to the backward, float32; delta has the same but for the last."""
+def lse_shape(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, ...]:
+    """(B, Hq, Sq), or (Hq, Tq) of packed sequences."""
+    return (q.shape[1], q.shape[0]) if spec.varlen else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def stats_shape(spec: AttentionSpec, sizes: Sizes, q: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the statistics that a forward leaves to the backward, float32; delta has the same but for the last.
+
+    (B, Hq, Sq padded to 128, 2), or (Hq, rows, 2) of packed sequences, where that of number b begins at row
+    (cu_seqlens_q[b] // 128 + b) * 128: so the host need not know the lengths, and no two share a row.
+    """
+    if spec.varlen:
+        return sizes.heads_q, packed_tiles(sizes, q, STATS_ROWS) * STATS_ROWS, 2
     padded_q = (sizes.seqlen_q + STATS_ROWS - 1) // STATS_ROWS * STATS_ROWS
     return sizes.batch, sizes.heads_q, padded_q, 2
+
+
+def packed_tiles(sizes: Sizes, q: torch.Tensor, rows: int) -> int:
+    """Tiles of `rows` queries of all packed sequences, each from cu_seqlens_q[b] // rows + b on."""
+    return q.shape[0] // rows + sizes.batch
+
+
+class Packed(NamedTuple):
+    """Where packed sequences lie. Of a prepared call the tensors are None, and `seqused_k` is missing where it was."""
+
+    tensors: tuple[torch.Tensor | None, ...]  # cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+PACKED_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 class Values(NamedTuple):
@@ -49,19 +76,24 @@ class Values(NamedTuple):
     window: tuple[int, int] | None
     dropout_p: float | None
     mods: tuple[Any, ...]  # in the order of spec.mods: numbers and tensors
+    packed: Packed | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The values of modifications that are tensors, in order."""
-        return tuple(value for value in self.mods if isinstance(value, torch.Tensor))
+        """The values of modifications that are tensors, in order, and those of packed sequences."""
+        packed = () if self.packed is None else self.packed.tensors
+        return tuple(value for value in (*self.mods, *packed) if isinstance(value, torch.Tensor))
 
     def without_tensors(self) -> Values:
         """The same with None for each tensor."""
-        return self._replace(mods=tuple(None if isinstance(value, torch.Tensor) else value for value in self.mods))
+        mods = tuple(None if isinstance(value, torch.Tensor) else value for value in self.mods)
+        packed = self.packed and self.packed._replace(tensors=(None,) * len(self.packed.tensors))
+        return self._replace(mods=mods, packed=packed)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Values:
         """The same with `tensors` for the entries that are None."""
         rest = iter(tensors)
-        return self._replace(mods=tuple(next(rest) if value is None else value for value in self.mods))
+        mods = tuple(next(rest) if value is None else value for value in self.mods)
+        return self._replace(mods=mods, packed=self.packed and self.packed._replace(tensors=tuple(rest)))
 
 
 class Scalars(NamedTuple):
@@ -69,43 +101,81 @@ class Scalars(NamedTuple):
 
     softmax_scale: float
     fields: Mapping[str, Any]
-    tensors: Mapping[
-        str, int
-    ]  # fields that hold the address of the value of a modification: its index in Values.tensors()
+    # Fields that hold the address of a tensor of the call: its index in Values.tensors(), None for a null pointer.
+    tensors: Mapping[str, int | None]
     made: Mapping[str, torch.Tensor]  # fields that hold the address of a tensor which a modification made of its value
 
 
-def check_tensors(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sizes:
-    """The sizes of a call; SpecError unless the three tensors fit the spec and one another."""
+def check_tensors(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed | None = None
+) -> Sizes:
+    """The sizes of a call; SpecError unless the tensors fit the spec and one another. Of packed sequences, which need
+    `packed`, seqlen_q and seqlen_k are those of the longest."""
+    dims = ("total", "heads", "head_dim") if spec.varlen else ("batch", "seqlen", "heads", "head_dim")
     for name, tensor, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.dim_v)):
         if not isinstance(tensor, torch.Tensor):
             raise SpecError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise SpecError(f"{name} has {tensor.dim()} dimensions; expected (batch, seqlen, heads, head_dim)")
+        if tensor.dim() != len(dims):
+            raise SpecError(f"{name} has {tensor.dim()} dimensions; expected ({', '.join(dims)})")
         if tensor.dtype != DTYPES[spec.dtype]:
             raise SpecError(f"{name} has dtype {tensor.dtype}; the spec's dtype is {spec.dtype} ({DTYPES[spec.dtype]})")
-        if tensor.shape[3] != dim:
-            raise SpecError(f"{name} has head dim {tensor.shape[3]}; the spec's is {dim}")
+        if tensor.shape[-1] != dim:
+            raise SpecError(f"{name} has head dim {tensor.shape[-1]}; the spec's is {dim}")
         if tensor.device != q.device:
             raise SpecError(f"{name} is on {tensor.device}, q on {q.device}; all tensors must be on one device")
-        if tensor.stride(3) != 1:
+        if tensor.stride(-1) != 1:
             raise SpecError(
-                f"{name} has stride {tensor.stride(3)} in its last dimension, which must be contiguous: "
+                f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous: "
                 f"pass {name}.contiguous()"
             )
-        if tensor.shape[1] > MAX_SEQLEN:
-            raise SpecError(f"{name} has {tensor.shape[1]} positions; at most {MAX_SEQLEN} are served")
-    batch, seqlen_q, heads_q, _ = q.shape
-    _, seqlen_k, heads_k, _ = k.shape
-    if k.shape[0] != batch or v.shape[0] != batch:
+        if tensor.shape[-3] > MAX_SEQLEN:
+            raise SpecError(f"{name} has {tensor.shape[-3]} positions; at most {MAX_SEQLEN} are served")
+    seqlen_q, heads_q, _ = q.shape[-3:]
+    seqlen_k, heads_k, _ = k.shape[-3:]
+    batch = 1 if spec.varlen else q.shape[0]
+    if not spec.varlen and (k.shape[0] != batch or v.shape[0] != batch):
         raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
-    if v.shape[1] != seqlen_k or v.shape[2] != heads_k:
+    if v.shape[-3] != seqlen_k or v.shape[-2] != heads_k:
         raise SpecError(
-            f"k is {tuple(k.shape[:3])} and v {tuple(v.shape[:3])} in (batch, seqlen, heads): must be equal"
+            f"k is {tuple(k.shape[:-1])} and v {tuple(v.shape[:-1])} in ({', '.join(dims[:-1])}): must be equal"
         )
     if heads_k == 0 or heads_q % heads_k:
         raise SpecError(f"{heads_q} query heads over {heads_k} key heads: the first must be a multiple of the second")
-    return Sizes(batch, seqlen_q, heads_q, seqlen_k, heads_k)
+    sizes = Sizes(batch, seqlen_q, heads_q, seqlen_k, heads_k)
+    return _packed_sizes(sizes, packed, q.device) if spec.varlen else sizes
+
+
+def _packed_sizes(totals: Sizes, packed: Packed | None, device: torch.device) -> Sizes:
+    """Number of sequences and lengths of the longest, where q and k have the rows of all."""
+    if packed is None:
+        raise SpecError("the spec has varlen=True: pass cu_seqlens_q=... and cu_seqlens_k=...")
+    entries: int | None = None
+    for name, tensor in zip(PACKED_TENSORS, packed.tensors, strict=False):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.dim() != 1:
+            what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+            raise SpecError(f"{name} is {what}; expected a tensor of one dimension and dtype int32")
+        if tensor.device != device:
+            raise SpecError(f"{name} is on {tensor.device}, q on {device}; all tensors must be on one device")
+        if not tensor.is_contiguous():
+            raise SpecError(f"{name} must be contiguous: pass {name}.contiguous()")
+        length = tensor.shape[0] + (name == "seqused_k")
+        if entries is None:
+            entries = length
+        if length != entries or not length:
+            raise SpecError(
+                f"{name} has {tensor.shape[0]} entries, cu_seqlens_q {entries}: both cu_seqlens have one more than "
+                "there are sequences, seqused_k as many"
+            )
+    assert entries is not None
+    longest = []
+    for name, given, total in (
+        ("max_seqlen_q", packed.max_seqlen_q, totals.seqlen_q),
+        ("max_seqlen_k", packed.max_seqlen_k, totals.seqlen_k),
+    ):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+            raise SpecError(f"{name}={given!r} must be an integer of at least 0")
+        longest.append(total if given is None else min(given, total))
+    return totals._replace(batch=entries - 1, seqlen_q=longest[0], seqlen_k=longest[1])
 
 
 def check_given(feature: str, argument: str, wanted: bool, value: Any) -> None:
@@ -122,7 +192,7 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
     scale = spec.head_dim**-0.5 if given is None else positive_float("softmax_scale", given)
     context = CallContext(batch=sizes.batch, heads_q=sizes.heads_q, softmax_scale=scale, device=device)
     fields: dict[str, Any] = {"softmax_scale": scale, "softmax_scale_log2": scale * LOG2E}
-    tensors: dict[str, int] = {}
+    tensors: dict[str, int | None] = {}
     made: dict[str, torch.Tensor] = {}
     index = 0
     for mod, value in zip(spec.mods, values.mods, strict=True):
@@ -134,6 +204,9 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
             else:
                 made[name] = packed
         index += isinstance(value, torch.Tensor)
+    if values.packed is not None:
+        given_tensors = len(values.packed.tensors)
+        tensors |= {name: index + i if i < given_tensors else None for i, name in enumerate(PACKED_TENSORS)}
     fields |= _window(spec, values.window, sizes)
     fields |= _dropout(spec, values.dropout_p)
     return Scalars(scale, fields, tensors, made)
@@ -189,20 +262,22 @@ def philox_state(seed: int | torch.Tensor | None, device: torch.device) -> torch
 
 
 def strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """The stride parameters of a (batch, row, head, dim) tensor."""
-    return {f"{name}_{dim}_stride": _stride(tensor, index) for index, dim in enumerate(("batch", "row", "head"))}
+    """The stride parameters of a (batch, row, head, dim) tensor, or a packed (row, head, dim) one."""
+    dims = ("batch", "row", "head") if tensor.dim() == 4 else ("row", "head")
+    return {f"{name}_{dim}_stride": _stride(tensor, index) for index, dim in enumerate(dims)}
 
 
-def strides_by_head(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
-    """The stride parameters of a (batch, head, row) tensor; zeros where there is none."""
-    dims = enumerate(("batch", "head", "row"))
-    return {f"{name}_{dim}_stride": 0 if tensor is None else _stride(tensor, index) for index, dim in dims}
+def strides_by_head(name: str, tensor: torch.Tensor | None, dims: int = 3) -> dict[str, int]:
+    """The stride parameters of a (batch, head, row) tensor, or with two `dims` a (head, row) one; zeros where there is
+    none."""
+    names = ("batch", "head", "row")[-dims:]
+    return {f"{name}_{dim}_stride": 0 if tensor is None else _stride(tensor, index) for index, dim in enumerate(names)}
 
 
 def rows_aligned(tensor: torch.Tensor) -> bool:
     """The last dimension is contiguous, and the rows start a multiple of 16 bytes apart."""
     step = ALIGNMENT // tensor.element_size()
-    return tensor.stride(3) == 1 and all(_stride(tensor, index) % step == 0 for index in range(3))
+    return tensor.stride(-1) == 1 and all(_stride(tensor, index) % step == 0 for index in range(tensor.dim() - 1))
 
 
 def aligned(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -61,9 +62,9 @@ FIRST_VALUES = 4
 class Inputs:
     """Tensors and keyword arguments of one call."""
 
-    q: Tensor  # (B, Sq, Hq, D)
-    k: Tensor  # (B, Sk, Hk, D)
-    v: Tensor  # (B, Sk, Hk, Dv)
+    q: Tensor  # (B, Sq, Hq, D), with spec.varlen (Tq, Hq, D)
+    k: Tensor  # (B, Sk, Hk, D), (Tk, Hk, D)
+    v: Tensor  # (B, Sk, Hk, Dv), (Tk, Hk, Dv)
     call: dict[str, Any]
 
 
@@ -110,18 +111,33 @@ class Case:
             parts.append(f"seed{self.seed}")
         return "-".join(parts)
 
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """With spec.varlen, (queries, keys) of each of the `batch` sequences: the first has the most queries, seqlen_q,
+        the last the most keys, seqlen_k."""
+        n = self.batch
+        return [(self.seqlen_q * (n - b) // n, self.seqlen_k * (b + 1) // n) for b in range(n)]
+
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
         """Unit-normal q, k, v in the spec's dtype, the same on every device, and the arguments of the call."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def tensor(seqlen: int, heads: int, dim: int) -> Tensor:
-            x = torch.randn(self.batch, seqlen, heads, dim, generator=generator)
-            return lay_out(x.to(device, DTYPES[self.spec.dtype]), self.layout)
+            x = torch.randn(1 if self.spec.varlen else self.batch, seqlen, heads, dim, generator=generator)
+            x = lay_out(x.to(device, DTYPES[self.spec.dtype]), self.layout)
+            return x[0] if self.spec.varlen else x
 
-        q = tensor(self.seqlen_q, self.heads, self.spec.head_dim)
-        k = tensor(self.seqlen_k, self.heads_k, self.spec.head_dim)
-        v = tensor(self.seqlen_k, self.heads_k, self.spec.dim_v)
         call: dict[str, Any] = {}
+        seqlen_q, seqlen_k = self.seqlen_q, self.seqlen_k
+        if self.spec.varlen:
+            seqlen_q, seqlen_k = (sum(lengths) for lengths in zip(*self.lengths, strict=True)) if self.batch else (0, 0)
+            begins = [[0, *accumulate(lengths)] for lengths in zip(*self.lengths, strict=True)] or [[0], [0]]
+            for name, ends in zip(("cu_seqlens_q", "cu_seqlens_k"), begins, strict=True):
+                call[name] = torch.tensor(ends, dtype=torch.int32, device=device)
+            call |= {"max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k}
+        q = tensor(seqlen_q, self.heads, self.spec.head_dim)
+        k = tensor(seqlen_k, self.heads_k, self.spec.head_dim)
+        v = tensor(seqlen_k, self.heads_k, self.spec.dim_v)
         if self.softmax_scale is not None:
             call["softmax_scale"] = self.softmax_scale
         if self.spec.window or self.window is not None:
@@ -143,28 +159,41 @@ class Case:
 
     def upstream(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
         """Unit-normal gradients of o (B, Sq, Hq, Dv), in the spec's dtype, and of lse (B, Hq, Sq), float32, or None; in
-        the memory layout of the case."""
+        the memory layout of the case. Packed, (Tq, Hq, Dv) and (Hq, Tq)."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        d_o = torch.randn(self.batch, self.seqlen_q, self.heads, self.spec.dim_v, generator=generator)
+        packed = self.spec.varlen
+        batch, rows = (1, sum(length for length, _ in self.lengths)) if packed else (self.batch, self.seqlen_q)
+        d_o = torch.randn(batch, rows, self.heads, self.spec.dim_v, generator=generator)
         d_o = lay_out(d_o.to(device, DTYPES[self.spec.dtype]), self.layout)
-        if not self.lse_gradient:
-            return d_o, None
-        d_lse = torch.randn(self.batch, self.heads, self.seqlen_q, 1, generator=generator).to(device)
-        return d_o, lay_out(d_lse, self.layout).squeeze(3)
+        d_lse = None
+        if self.lse_gradient:
+            d_lse = torch.randn(batch, self.heads, rows, 1, generator=generator).to(device)
+            d_lse = lay_out(d_lse, self.layout).squeeze(3)
+        if packed:
+            return d_o[0], None if d_lse is None else d_lse[0]
+        return d_o, d_lse
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq) in float64."""
+        """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (Tq, Hq, Dv) and (Hq, Tq), in float64."""
+        if self.spec.varlen:
+            return reference.packed(inputs.q, inputs.k, inputs.v, causal=self.spec.causal, **_for_reference(inputs))
         o, lse = reference.attention(inputs.q, inputs.k, inputs.v, causal=self.spec.causal, **inputs.call)
         return o, lse
 
     def reference_gradients(self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv in float64."""
-        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, causal=self.spec.causal, **inputs.call)
+        call = _for_reference(inputs)
+        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, causal=self.spec.causal, **call)
 
 
 def alibi_slopes_per_batch(case: Case, generator: torch.Generator) -> Tensor:
     """Slopes (B, Hq), uniform in [0, 1)."""
     return torch.rand(case.batch, case.heads, generator=generator)
+
+
+def _for_reference(inputs: Inputs) -> dict[str, Any]:
+    """The arguments of the call but for those that only save time."""
+    return {name: value for name, value in inputs.call.items() if not name.startswith("max_seqlen")}
 
 
 def _example_window(case: Case) -> tuple[int, int]:
@@ -213,11 +242,13 @@ class Comparison:
 
 
 def compare_o(o: Tensor, expected: Tensor, budget: float) -> Comparison:
-    """o against its reference, both (B, S, H, Dv): ||o - ref|| / ||ref|| within `budget`, and every element within
-    ELEMENT_FACTOR budgets of its own magnitude plus the root mean square of its row, and UNDERFLOW. A row that is zero
-    in the reference, as one that sees nothing, must be exactly zero. NaN never passes."""
+    """o against its reference, both (B, S, H, Dv) or (T, H, Dv): ||o - ref|| / ||ref|| within `budget`, every element
+    within ELEMENT_FACTOR budgets of its own magnitude plus the root mean square of its row, and UNDERFLOW. A row that
+    is zero in the reference, as one that sees nothing, must be exactly zero. NaN never passes."""
     value = _same_shape("o", o, expected)
     expected = expected.double()
+    if value.dim() == 3:
+        value, expected = value[None], expected[None]
     if not value.numel():
         return Comparison(0.0, budget, 0.0, None, True)
     difference = (value - expected).abs()
@@ -231,10 +262,12 @@ def compare_o(o: Tensor, expected: Tensor, budget: float) -> Comparison:
 
 
 def compare_lse(lse: Tensor, expected: Tensor) -> Comparison:
-    """lse against its reference, both (B, H, S): every element within 1e-4, or 1e-6 of its magnitude where that is
-    more; -inf exactly where the reference has it. NaN never passes."""
+    """lse against its reference, both (B, H, S) or (H, T): every element within 1e-4, or 1e-6 of its magnitude where
+    that is more; -inf exactly where the reference has it. NaN never passes."""
     value = _same_shape("lse", lse, expected)
     expected = expected.double()
+    if value.dim() == 2:
+        value, expected = value[None], expected[None]
     if not value.numel():
         return Comparison(0.0, LSE_ABSOLUTE, 0.0, None, True)
     # inf - inf is NaN: equal elements differ by 0, and one infinity against a number by infinity.
@@ -246,12 +279,14 @@ def compare_lse(lse: Tensor, expected: Tensor) -> Comparison:
 
 
 def compare_gradient(x: Tensor, expected: Tensor, budget: float, seen: Tensor) -> Comparison:
-    """dq, dk or dv (B, S, H, D) against its reference: ||x - ref|| / ||ref|| within `budget`, and every element within
-    GRADIENT_ELEMENT_FACTOR budgets of its own magnitude plus the root mean square of its row, and CANCELLATION_FACTOR
-    of that of the largest row. `seen` (S,) says which rows take part in the call: the others must be exactly zero. NaN
-    never passes."""
+    """dq, dk or dv, (B, S, H, D) or (T, H, D), against its reference: ||x - ref|| / ||ref|| within `budget`, and every
+    element within GRADIENT_ELEMENT_FACTOR budgets of its own magnitude plus the root mean square of its row, and
+    CANCELLATION_FACTOR of that of the largest row. `seen` (S,) says which rows take part in the call: the others must
+    be exactly zero. NaN never passes."""
     value = _same_shape("a gradient", x, expected)
     expected = expected.double()
+    if value.dim() == 3:
+        value, expected = value[None], expected[None]
     if not value.numel():
         return Comparison(0.0, budget, 0.0, None, True)
     difference = (value - expected).abs()
@@ -275,7 +310,9 @@ def compare_gradients(
 ) -> dict[str, Comparison]:
     """`compare_gradient` of dq, dk and dv: the budget is the dtype's, or what PyTorch's flash kernel loses, if more."""
     window = inputs.call.get("window", (-1, -1))
-    rows, keys = reference.seen(case.seqlen_q, case.seqlen_k, causal=case.spec.causal, window=window)
+    lengths = case.lengths if case.spec.varlen else [(case.seqlen_q, case.seqlen_k)]
+    seen_each = [reference.seen(*pair, causal=case.spec.causal, window=window) for pair in lengths]
+    rows, keys = (torch.cat(parts) for parts in zip(*seen_each, strict=True))
     results = {}
     for name, x, ref, seen in zip(("dq", "dk", "dv"), gradients, expected, (rows, keys, keys), strict=True):
         budget = max(GRADIENT_BUDGET[case.spec.dtype], FLASH_FACTOR * flash.get(name, 0.0))
@@ -343,7 +380,7 @@ def _flash_call(case: Case, inputs: Inputs, grad: bool = False) -> _FlashCall | 
     """None without a GPU or where SDPA's flash backend cannot express the call: it has no modifications, windows or
     such dropout, one head dim, and aligns causal masks to the top left."""
     spec = case.spec
-    expressible = not (spec.mods or spec.window or spec.dropout) and spec.dim_v == spec.head_dim
+    expressible = not (spec.mods or spec.window or spec.dropout or spec.varlen) and spec.dim_v == spec.head_dim
     if spec.causal and case.seqlen_q != case.seqlen_k:
         expressible = False
     if max(case.batch, case.heads) > 65535:  # its launch puts each in a grid dimension of its own

@@ -20,12 +20,19 @@ from fagen.errors import SpecError
 from fagen.ops import Attention
 from fagen.spec import HEAD_DIM_STEP, AttentionSpec
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
 
 _SPEC_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
-# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, backward, deterministic
-_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool]
+# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, varlen, backward, deterministic
+_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool]
 
 # One Attention for what calls of one kind derive: a lookup is all that a call pays for not naming its spec.
 _ATTENTIONS: dict[_Key, Attention] = {}
@@ -73,71 +80,20 @@ def flash_attn_func(
             f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
             "expected (batch, seqlen, heads, head_dim)"
         )
-    if q.dtype not in _SPEC_DTYPES:
-        q, k, v = _cast(q, k, v)
-    head_dim, dim_v = q.shape[3], v.shape[3]
-    if head_dim % HEAD_DIM_STEP or dim_v % HEAD_DIM_STEP:
-        if k.shape[3] != head_dim:
-            raise SpecError(f"k has head dim {k.shape[3]}, q has {head_dim}: must be equal")
-        softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        q, k, v = (_padded(x) for x in (q, k, v))
-        result = flash_attn_func(
-            q,
-            k,
-            v,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        )
-        return (result[0][..., :dim_v], *result[1:]) if return_attn_probs else result[..., :dim_v]
-
-    left, right = window_size.tolist() if isinstance(window_size, Tensor) else window_size
-    if right == 0:  # the diagonal bounds, as causal says it
-        causal, right = True, -1
-    window = left >= 0 or (right >= 0 and not causal)
-    capped = not softcap <= 0  # NaN is not off: the kernel's checks refuse it
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    key = (
-        head_dim,
-        dim_v,
-        q.dtype,
-        bool(causal),
-        window,
-        capped,
-        alibi_slopes is not None,
-        dropout_p != 0,
-        backward,
-        backward and bool(deterministic),
+    return _attend(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        {},
     )
-    if torch.compiler.is_compiling():
-        attention = getattr(_TRACED, _attribute(key))
-    else:
-        attention = _ATTENTIONS.get(key) or _derive(key)
-    values: dict[str, Any] = {"softmax_scale": softmax_scale}
-    if window:
-        values["window"] = (left, right)
-    if capped:
-        values["softcap"] = softcap
-    if alibi_slopes is not None:
-        values["alibi_slopes"] = alibi_slopes
-    if dropout_p != 0:
-        values["dropout_p"] = dropout_p
-        if return_attn_probs:
-            values["seed"] = philox_state(None, q.device)
-    # Every row that a kernel reads is contiguous; strides of the other dimensions may be anything.
-    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    if not return_attn_probs:
-        return attention(q, k, v, **values)
-    o, lse = attention(q, k, v, return_lse=True, **values)
-    if dropout_p == 0:
-        return o, lse, q.new_empty(0)
-    return o, lse, dropped_probabilities(q, k, causal=bool(causal), **values)
 
 
 def flash_attn_kvpacked_func(
@@ -201,6 +157,179 @@ def flash_attn_qkvpacked_func(
     )
 
 
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+) -> Any:
+    """`flash_attn_func` of packed sequences, each over its own keys.
+
+    q: (Tq, Hq, D), k: (Tk, Hk, D), v: (Tk, Hk, Dv), the rows of all sequences one after the other.
+    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), where each begins, and the end of the last. Sequences may be empty.
+    max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds.
+    seqused_k: int32 (B,), how many keys of each sequence count.
+
+    Returns o (Tq, Hq, Dv); with return_attn_probs (o, softmax_lse, S_dmask): softmax_lse (Hq, Tq), S_dmask empty.
+    Rows of no sequence are not written.
+
+    Raises SpecError as `flash_attn_func`, and for a block_table.
+    """
+    if block_table is not None:
+        raise SpecError("block_table: no kernel reads paged caches in this version")
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        raise SpecError(
+            f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
+            "expected (total, heads, head_dim)"
+        )
+    packed = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return _attend(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        packed,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`flash_attn_varlen_func` of q (Tq, Hq, D) over kv (Tk, 2, Hk, D), keys and values of one tensor."""
+    if kv.dim() != 4 or kv.shape[1] != 2:
+        raise SpecError(f"kv has the shape {tuple(kv.shape)}; expected (total, 2, heads, head_dim)")
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
+) -> Any:
+    """`flash_attn_varlen_func` of qkv (T, 3, H, D), queries, keys and values of one tensor."""
+    if qkv.dim() != 4 or qkv.shape[1] != 3:
+        raise SpecError(f"qkv has the shape {tuple(qkv.shape)}; expected (total, 3, heads, head_dim)")
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int] | Tensor,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    packed: dict[str, Any],
+) -> Any:
+    """What the functions share, of tensors (..., heads, head_dim). `packed`: what packed sequences need besides."""
+    if q.dtype not in _SPEC_DTYPES:
+        q, k, v = _cast(q, k, v)
+    head_dim, dim_v = q.shape[-1], v.shape[-1]
+    if head_dim % HEAD_DIM_STEP or dim_v % HEAD_DIM_STEP:
+        if k.shape[-1] != head_dim:
+            raise SpecError(f"k has head dim {k.shape[-1]}, q has {head_dim}: must be equal")
+        softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        q, k, v = (_padded(x) for x in (q, k, v))
+        result = _attend(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            packed,
+        )
+        return (result[0][..., :dim_v], *result[1:]) if return_attn_probs else result[..., :dim_v]
+
+    left, right = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if right == 0:  # the diagonal bounds, as causal says it
+        causal, right = True, -1
+    window = left >= 0 or (right >= 0 and not causal)
+    capped = not softcap <= 0  # NaN is not off: the kernel's checks refuse it
+    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    key = (
+        head_dim,
+        dim_v,
+        q.dtype,
+        bool(causal),
+        window,
+        capped,
+        alibi_slopes is not None,
+        dropout_p != 0,
+        bool(packed),
+        backward,
+        backward and bool(deterministic),
+    )
+    if torch.compiler.is_compiling():
+        attention = getattr(_TRACED, _attribute(key))
+    else:
+        attention = _ATTENTIONS.get(key) or _derive(key)
+    values: dict[str, Any] = {"softmax_scale": softmax_scale, **packed}
+    if window:
+        values["window"] = (left, right)
+    if capped:
+        values["softcap"] = softcap
+    if alibi_slopes is not None:
+        values["alibi_slopes"] = alibi_slopes
+    if dropout_p != 0:
+        values["dropout_p"] = dropout_p
+        if return_attn_probs:
+            values["seed"] = philox_state(None, q.device)
+    # Every row that a kernel reads is contiguous; strides of the other dimensions may be anything.
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if not return_attn_probs:
+        return attention(q, k, v, **values)
+    o, lse = attention(q, k, v, return_lse=True, **values)
+    if dropout_p == 0 or packed:
+        return o, lse, q.new_empty(0)
+    return o, lse, dropped_probabilities(q, k, causal=bool(causal), **values)
+
+
 def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: Tensor, **values: Any) -> Tensor:
     """What tests of dropout look at: (B, Hq, Sq, Sk) in q's dtype, the softmax of each row over the row's largest
     entry, negative where dropout drops it. seed: (seed, offset) of the call. Computed in float64 from the definition,
@@ -219,7 +348,7 @@ def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: Tenso
 
 def _derive(key: _Key) -> Attention:
     """The Attention of a key that no call had before, memoised."""
-    head_dim, dim_v, dtype, causal, window, softcap, alibi, dropout, backward, deterministic = key
+    head_dim, dim_v, dtype, causal, window, softcap, alibi, dropout, varlen, backward, deterministic = key
     spec = AttentionSpec(
         head_dim=head_dim,
         head_dim_v=dim_v,
@@ -229,6 +358,7 @@ def _derive(key: _Key) -> Attention:
         softcap=softcap,
         alibi=alibi,
         dropout=dropout,
+        varlen=varlen,
         backward=backward,
         deterministic=deterministic,
     )
@@ -257,5 +387,5 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _padded(x: Tensor) -> Tensor:
     """x with zeros behind its head dim, up to a multiple of 8."""
-    missing = -x.shape[3] % HEAD_DIM_STEP
+    missing = -x.shape[-1] % HEAD_DIM_STEP
     return pad(x, (0, missing)) if missing else x

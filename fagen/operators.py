@@ -1,7 +1,8 @@
 """`torch.ops.fagen.forward` and `torch.ops.fagen.backward`: what torch.compile, opcheck and dispatch modes see.
 
 A spec travels as its JSON, the target as its name ("" is the device's own). The values of score modifications come in
-the order of the spec, tensors in `mod_tensors` and numbers in `mod_numbers`, the other list's entry None or 0.
+the order of the spec, tensors in `mod_tensors` and numbers in `mod_numbers`, the other list's entry None or 0. `packed`
+is empty, or has cu_seqlens_q, cu_seqlens_k and perhaps seqused_k.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fagen.call import Values, check_tensors, stats_shape
+from fagen.call import Packed, Values, check_tensors, lse_shape, stats_shape
 from fagen.errors import SpecError
 from fagen.prepared import Saved
 from fagen.spec import AttentionSpec
@@ -27,7 +28,7 @@ SECOND_DERIVATIVE = (
 
 _VALUES = (
     "str spec, str arch, float? softmax_scale, SymInt[]? window, float? dropout_p, Tensor?[] mod_tensors, "
-    "float[] mod_numbers, Tensor? philox_state"
+    "float[] mod_numbers, Tensor[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? philox_state"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -55,9 +56,13 @@ def _values(
     dropout_p: float | None,
     mod_tensors: Sequence[torch.Tensor | None],
     mod_numbers: Sequence[float],
+    packed: Sequence[torch.Tensor],
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
 ) -> Values:
     mods = tuple(number if tensor is None else tensor for tensor, number in zip(mod_tensors, mod_numbers, strict=True))
-    return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods)  # type: ignore[arg-type]
+    sequences = Packed(tuple(packed), max_seqlen_q, max_seqlen_k) if packed else None
+    return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods, sequences)  # type: ignore[arg-type]
 
 
 @torch.library.impl("fagen::forward", ("cpu", "cuda"))
@@ -74,10 +79,11 @@ def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, arch: str, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     parsed = _attention(spec, arch).spec
-    sizes = check_tensors(parsed, q, k, v)
-    o = q.new_empty((*q.shape[:3], parsed.dim_v))
-    lse = q.new_empty((sizes.batch, sizes.heads_q, sizes.seqlen_q), dtype=torch.float32)
-    return o, lse, lse.new_empty(stats_shape(sizes) if parsed.backward else (0,))
+    *given, _ = rest
+    sizes = check_tensors(parsed, q, k, v, _values(*given).packed)
+    o = q.new_empty((*q.shape[:-1], parsed.dim_v))
+    lse = q.new_empty(lse_shape(parsed, q), dtype=torch.float32)
+    return o, lse, lse.new_empty(stats_shape(parsed, sizes, q) if parsed.backward else (0,))
 
 
 @torch.library.impl("fagen::backward", ("cpu", "cuda"))
@@ -112,14 +118,16 @@ def _fake_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, spec, arch, softmax_scale, window, dropout_p, mod_tensors, mod_numbers, state = inputs
+    q, k, v, spec, arch, softmax_scale, window, dropout_p, mod_tensors, mod_numbers, packed, *longest, state = inputs
     o, _, stats = output
     if not _attention(spec, arch).spec.backward:
         raise SpecError(
             "an input requires a gradient, and the kernel computes none: "
             "AttentionSpec(..., backward=True), or call under torch.no_grad()"
         )
-    ctx.save_for_backward(q, k, v, o, stats, state, *mod_tensors)
+    ctx.n_packed = len(packed)
+    ctx.longest = longest
+    ctx.save_for_backward(q, k, v, o, stats, state, *packed, *mod_tensors)
     ctx.scalars = (spec, arch, softmax_scale, window, dropout_p)
     ctx.mod_numbers = mod_numbers
     ctx.set_materialize_grads(False)
@@ -129,16 +137,19 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _gradients(
     ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None, d_stats: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    q, k, v, o, stats, state, *mod_tensors = ctx.saved_tensors
+    q, k, v, o, stats, state, *tensors = ctx.saved_tensors
+    packed, mod_tensors = tensors[: ctx.n_packed], tensors[ctx.n_packed :]
     needed = list(ctx.needs_input_grad[:3])
     if d_o is None and d_lse is None:
         gradients: list[Any] = [None] * 3
     else:
         made = torch.ops.fagen.backward(
-            d_o, d_lse, q, k, v, o, stats, *ctx.scalars, mod_tensors, ctx.mod_numbers, state, needed
+            *(d_o, d_lse, q, k, v, o, stats, *ctx.scalars, mod_tensors, ctx.mod_numbers),
+            *(packed, *ctx.longest, state, needed),
         )
         gradients = [gradient if need else None for gradient, need in zip(made, needed, strict=True)]
-    return (*gradients, *(None,) * 5, _none_for(mod_tensors), _none_for(ctx.mod_numbers), None)
+    lists = (_none_for(mod_tensors), _none_for(ctx.mod_numbers), _none_for(packed))
+    return (*gradients, *(None,) * 5, *lists, None, None, None)
 
 
 def _none_for(argument: Sequence[Any]) -> list[None] | None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fagen import kernels, target
 from fagen.arch import Arch, for_capability, resolve
 from fagen.cache import Artifact
-from fagen.call import ALIGNMENT, DTYPES, Values, aligned, check_given, philox_state
+from fagen.call import ALIGNMENT, DTYPES, Packed, Values, aligned, check_given, philox_state
 from fagen.errors import LaunchError, SpecError
 from fagen.kernels import Kernel
 from fagen.mods import MODS
@@ -57,6 +57,7 @@ class Attention:
         self._unwanted = tuple((mod.name, mod.argument) for mod in MODS if mod not in spec.mods)
         self._backward = spec.backward
         self._dropout = spec.dropout
+        self._varlen = spec.varlen
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, also by pickle in another process, builds and loads anew what the cache there lacks."""
@@ -105,6 +106,11 @@ class Attention:
         alibi_slopes: torch.Tensor | None = None,
         dropout_p: float | None = None,
         seed: int | torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
         return_lse: Literal[False] = False,
         _poison: bool = False,
         **values_of_mods: Any,
@@ -123,6 +129,11 @@ class Attention:
         alibi_slopes: torch.Tensor | None = None,
         dropout_p: float | None = None,
         seed: int | torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
         return_lse: Literal[True],
         _poison: bool = False,
         **values_of_mods: Any,
@@ -140,6 +151,11 @@ class Attention:
         alibi_slopes: torch.Tensor | None = None,
         dropout_p: float | None = None,
         seed: int | torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
         return_lse: bool = False,
         _poison: bool = False,
         **values_of_mods: Any,
@@ -156,11 +172,16 @@ class Attention:
         dropout_p: probability in [0, 1), with spec.dropout; seed: an integer that fixes the mask, or int64 (2,) on the
         device, (seed, offset), else PyTorch's generator of the device draws both: under a captured CUDA graph anew at
         each replay.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), with spec.varlen, for packed sequences: q (Tq, Hq, D), k and v
+        (Tk, Hk, ...). Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and likewise of k and v; rows of
+        no sequence are left out, and those of o and lse are not written. Nothing is read back to the host.
+        seqused_k: int32 (B,), with spec.varlen: how many keys of each sequence count, the first ones; default all.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; without them Tq and Tk, which costs time.
         values_of_mods: by its argument, the value of any other score modification that the spec has.
 
         Returns o (B, Sq, Hq, Dv), with return_lse also lse (B, Hq, Sq) float32, natural logarithm, of the undropped
-        scores; -inf and o = 0 for a row that sees nothing. With spec.backward both have gradients in q, k and v, those
-        that need one; not in alibi_slopes, and no second derivatives.
+        scores; packed, (Tq, Hq, Dv) and (Hq, Tq). -inf and o = 0 for a row that sees nothing. With spec.backward both
+        have gradients in q, k and v, those that need one; not in alibi_slopes, and no second derivatives.
 
         Raises SpecError for tensors or values that do not fit the spec, a value for a feature that it lacks, and a
         feature without its value; LaunchError where the launch fails.
@@ -169,7 +190,10 @@ class Attention:
             if _poison:
                 raise SpecError("_poison is for plain tensors in eager mode")
             return self._through_operators(
-                q, k, v, softmax_scale, softcap, window, alibi_slopes, dropout_p, seed, return_lse, values_of_mods
+                *(q, k, v, softmax_scale, softcap, window, alibi_slopes, dropout_p, seed),
+                self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
+                return_lse,
+                values_of_mods,
             )
         if torch._C._is_any_autocast_enabled():
             q, k, v = self._autocast(q, k, v)
@@ -177,11 +201,17 @@ class Attention:
         # calls of several shapes take turns.
         values: tuple[Any, ...] = (k.shape, softmax_scale, window, dropout_p, softcap)
         mods: tuple[Any, ...] | None = None
+        packed: Packed | None = None
         tensors: tuple[torch.Tensor, ...] = ()
         if alibi_slopes is not None or values_of_mods:
             mods = self._mods(softcap, alibi_slopes, values_of_mods)
             tensors = tuple([value for value in mods if isinstance(value, torch.Tensor)])
             values += tuple([None if isinstance(value, torch.Tensor) else value for value in mods])
+        if self._varlen or (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k) != (None,) * 5:
+            packed = self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+            if packed is not None:
+                tensors += tuple([tensor for tensor in packed.tensors if tensor is not None])
+                values += (len(packed.tensors), max_seqlen_q, max_seqlen_k)
         call = self._recent.find(values, q, k, v, *tensors)
         if call is None:
             key = (*map(_described, (q, k, v, *tensors)), *values)
@@ -192,7 +222,7 @@ class Attention:
             if call is None:
                 if mods is None:
                     mods = self._mods(softcap, alibi_slopes, values_of_mods)
-                call = self._prepare(key, q, k, v, Values(softmax_scale, window, dropout_p, mods))
+                call = self._prepare(key, q, k, v, Values(softmax_scale, window, dropout_p, mods, packed))
             self._recent.note(call, values, q, k, v, *tensors)
         if not call.aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
@@ -232,6 +262,25 @@ class Attention:
                     )
         return mods
 
+    def _packed(
+        self,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor | None,
+        seqused_k: torch.Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+    ) -> Packed | None:
+        """Where packed sequences lie; None for a spec that takes none."""
+        check_given("varlen", "cu_seqlens_q", self._varlen, cu_seqlens_q)
+        check_given("varlen", "cu_seqlens_k", self._varlen, cu_seqlens_k)
+        if not self._varlen:
+            check_given("varlen", "seqused_k", False, seqused_k)
+            check_given("varlen", "max_seqlen_q", False, max_seqlen_q)
+            check_given("varlen", "max_seqlen_k", False, max_seqlen_k)
+            return None
+        tensors = (cu_seqlens_q, cu_seqlens_k) if seqused_k is None else (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return Packed(tensors, max_seqlen_q, max_seqlen_k)
+
     def _autocast(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -267,6 +316,7 @@ class Attention:
         alibi_slopes: torch.Tensor | None,
         dropout_p: float | None,
         seed: int | torch.Tensor | None,
+        packed: Packed | None,
         return_lse: bool,
         others: dict[str, Any],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -299,6 +349,9 @@ class Attention:
             dropout_p,
             [value if isinstance(value, torch.Tensor) else None for value in mods],
             [0.0 if isinstance(value, torch.Tensor) else value for value in mods],
+            [] if packed is None else list(packed.tensors),
+            None if packed is None else packed.max_seqlen_q,
+            None if packed is None else packed.max_seqlen_k,
             state,
         )
         return (o, lse) if return_lse else o
@@ -316,6 +369,8 @@ class Attention:
     def _lookup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values) -> Call:
         """The prepared call for such tensors and values."""
         key = (*map(_described, (q, k, v, *values.mods)), values.softmax_scale, values.window, values.dropout_p)
+        if values.packed is not None:
+            key += (*map(_described, values.packed.tensors), values.packed.max_seqlen_q, values.packed.max_seqlen_k)
         try:
             call = self._calls.get(key)
         except TypeError:

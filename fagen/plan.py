@@ -17,75 +17,131 @@ Kind = Literal["fwd", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
 Tile = TileConfig | HopperTile | BackwardTile | LinearTile
 
 
-def _strides(*names: str) -> tuple[Field, ...]:
-    return tuple(Field(f"{name}_{dim}_stride", "i64") for name in names for dim in ("batch", "row", "head"))
+def _input_fields(packed: bool) -> tuple[Field, ...]:
+    q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
+    return (
+        Field("q", "const u16*", f"{q}D), strides in elements below"),
+        Field("k", "const u16*", f"{k}D)"),
+        Field("v", "const u16*", f"{k}Dv)"),
+    )
 
 
-_INPUT_FIELDS = (
-    Field("q", "const u16*", "(B, Sq, Hq, D), strides in elements below"),
-    Field("k", "const u16*", "(B, Sk, Hk, D)"),
-    Field("v", "const u16*", "(B, Sk, Hk, Dv)"),
+def _row_strides(packed: bool, *names: str) -> tuple[Field, ...]:
+    """Strides of (batch, row, head, dim) tensors; of packed ones, (row, head, dim)."""
+    dims = ("row", "head") if packed else ("batch", "row", "head")
+    return tuple(Field(f"{name}_{dim}_stride", "i64") for name in names for dim in dims)
+
+
+_CU_SEQLENS_Q = Field(
+    "cu_seqlens_q", "const int*", "(B + 1,): the first row of each sequence in q, the end of the last"
 )
-_FORWARD_FIELDS = (
-    *_INPUT_FIELDS,
-    Field("o", "u16*", "(B, Sq, Hq, Dv)"),
-    Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
-    *_strides("q", "k", "v", "o"),
-    Field("seqlen_q", "int"),
-    Field("seqlen_k", "int"),
-    Field("heads_q", "int"),
-    Field("group_size", "int", "query heads that share a head of k and v"),
+_PACKED_FIELDS = (
+    _CU_SEQLENS_Q,
+    Field("cu_seqlens_k", "const int*", "(B + 1,): likewise in k and v"),
+    Field("seqused_k", "const int*", "(B,): how many keys of each sequence count; or null: all"),
 )
+_STATS_ROWS = Field("stats_rows", "int", "of statistics and delta a head")
+_DQ_TILES = Field("dq_tiles", "int", "query tiles a head in the sum of dQ")
+
+
+def _sizes(packed: bool, heads: str) -> tuple[Field, ...]:
+    of = "of the longest sequence" if packed else ""
+    return (
+        Field("seqlen_q", "int", of),
+        Field("seqlen_k", "int", of),
+        Field(heads, "int"),
+        Field("group_size", "int", "query heads that share a head of k and v"),
+    )
+
+
+def _forward_fields(packed: bool) -> tuple[Field, ...]:
+    return (
+        *_input_fields(packed),
+        Field("o", "u16*", "(Tq, Hq, Dv)" if packed else "(B, Sq, Hq, Dv)"),
+        Field("lse", "float*", f"{'(Hq, Tq)' if packed else '(B, Hq, Sq)'}, contiguous; null where it is not wanted"),
+        *_row_strides(packed, "q", "k", "v", "o"),
+        *_sizes(packed, "heads_q"),
+        *((*_PACKED_FIELDS, Field("total_q", "int", "Tq")) if packed else ()),
+    )
+
+
 _HOPPER_FORWARD_FIELDS = (
     Field("q_map", "const TensorMap", "(D, Sq, Hq, B)"),
     Field("k_map", "const TensorMap", "(D, Sk, Hk, B)"),
     Field("v_map", "const TensorMap", "(Dv, Sk, Hk, B)"),
     Field("o_map", "TensorMap", "(Dv, Sq, Hq, B)"),
     Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
-    Field("seqlen_q", "int"),
-    Field("seqlen_k", "int"),
-    Field("heads_q", "int"),
-    Field("group_size", "int", "query heads that share a head of k and v"),
+    *_sizes(False, "heads_q"),
     Field("tiles", "int", "of all heads"),
     Field("heads_a_group", "int", "query heads whose tiles lie side by side, few for the sake of L2"),
 )
-_STATS_FIELD = Field("stats", "float*", "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null")
-_GRADIENT_FIELDS = (
-    *_INPUT_FIELDS,
-    Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
-    Field("stats", "const float*", "(B, Hq, Sq padded to 128, 2), as the forward left it"),
-    Field("delta", "const float*", "(B, Hq, Sq padded to 128)"),
-    *_strides("q", "k", "v", "d_o"),
-    Field("seqlen_q", "int"),
-    Field("seqlen_k", "int"),
-    Field("heads_k", "int"),
-    Field("group_size", "int", "query heads that share a head of k and v"),
-    Field("softmax_scale", "float"),
-)
-_KEY_GRADIENT_FIELDS = (
-    Field("d_k", "u16*", "(B, Sk, Hk, D), or null"),
-    Field("d_v", "u16*", "(B, Sk, Hk, Dv), or null"),
-    *_strides("d_k", "d_v"),
-)
-_QUERY_GRADIENT_FIELDS = (Field("d_q", "u16*", "(B, Sq, Hq, D)"), *_strides("d_q"))
-_DQ_SUM_FIELD = Field("dq_sum", "float*", "(B, Hq, query tiles, fragments), zero before; null where dq is not wanted")
-_DELTA_FIELDS = (
-    Field("o", "const u16*", "(B, Sq, Hq, Dv), strides in elements below"),
-    Field("d_o", "const u16*", "(B, Sq, Hq, Dv)"),
-    Field("d_lse", "const float*", "(B, Hq, Sq), or null"),
-    Field("delta", "float*", "(B, Hq, Sq padded to 128)"),
-    *_strides("o", "d_o", "d_lse"),
-    Field("seqlen_q", "int"),
-    Field("heads_q", "int"),
-)
-_CONVERT_FIELDS = (
-    Field("dq_sum", "const float*", "(B, Hq, query tiles, fragments)"),
-    Field("d_q", "u16*", "(B, Sq, Hq, D), strides in elements below"),
-    *_strides("d_q"),
-    Field("seqlen_q", "int"),
-    Field("heads_q", "int"),
-    Field("softmax_scale", "float"),
-)
+
+
+def _stats_fields(packed: bool, constant: bool) -> tuple[Field, ...]:
+    ctype = "const float*" if constant else "float*"
+    if packed:
+        return Field("stats", ctype, "(Hq, stats_rows, 2): reference and log2 of the sum; or null"), _STATS_ROWS
+    return (Field("stats", ctype, "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null"),)
+
+
+def _gradient_fields(packed: bool) -> tuple[Field, ...]:
+    return (
+        *_input_fields(packed),
+        Field("d_o", "const u16*", "as o"),
+        *_stats_fields(packed, constant=True),
+        Field("delta", "const float*", "a number for each row of the statistics"),
+        *_row_strides(packed, "q", "k", "v", "d_o"),
+        *_sizes(packed, "heads_k"),
+        Field("softmax_scale", "float"),
+        *(_PACKED_FIELDS if packed else ()),
+    )
+
+
+def _key_gradient_fields(packed: bool, *, with_sum: bool) -> tuple[Field, ...]:
+    sums: tuple[Field, ...] = ()
+    if with_sum:
+        what = "(Hq, dq_tiles, fragments)" if packed else "(B, Hq, query tiles, fragments)"
+        sums = (Field("dq_sum", "float*", f"{what}, zero before; null where dq is not wanted"),)
+        sums += (_DQ_TILES,) if packed else ()
+    return (
+        Field("d_k", "u16*", "as k, or null"),
+        Field("d_v", "u16*", "as v, or null"),
+        *_row_strides(packed, "d_k", "d_v"),
+        *sums,
+    )
+
+
+def _query_gradient_fields(packed: bool) -> tuple[Field, ...]:
+    return (Field("d_q", "u16*", "as q"), *_row_strides(packed, "d_q"))
+
+
+def _delta_fields(packed: bool) -> tuple[Field, ...]:
+    dims = ("head", "row") if packed else ("batch", "head", "row")
+    return (
+        Field("o", "const u16*", "(Tq, Hq, Dv)" if packed else "(B, Sq, Hq, Dv), strides in elements below"),
+        Field("d_o", "const u16*", "likewise"),
+        Field("d_lse", "const float*", f"{'(Hq, Tq)' if packed else '(B, Hq, Sq)'}, or null"),
+        Field("delta", "float*", "(Hq, stats_rows)" if packed else "(B, Hq, Sq padded to 128)"),
+        *_row_strides(packed, "o", "d_o"),
+        *(Field(f"d_lse_{dim}_stride", "i64") for dim in dims),
+        Field("seqlen_q", "int", "of the longest sequence" if packed else ""),
+        Field("heads_q", "int"),
+        *((_CU_SEQLENS_Q, _STATS_ROWS) if packed else ()),
+    )
+
+
+def _convert_fields(packed: bool) -> tuple[Field, ...]:
+    return (
+        Field("dq_sum", "const float*", f"({'Hq, dq_tiles' if packed else 'B, Hq, query tiles'}, fragments)"),
+        Field("d_q", "u16*", "as q, strides in elements below"),
+        *_row_strides(packed, "d_q"),
+        Field("seqlen_q", "int", "of the longest sequence" if packed else ""),
+        Field("heads_q", "int"),
+        Field("softmax_scale", "float"),
+        *((_CU_SEQLENS_Q, _DQ_TILES) if packed else ()),
+    )
+
+
 _SCALE_FIELD = Field("softmax_scale_log2", "float", "softmax_scale * log2(e)")
 _WINDOW_FIELDS = (
     Field("window_left", "int", "keys left of the query's position that it sees; causal and -1 resolved by the caller"),
@@ -190,22 +246,22 @@ class KernelPlan:
     @cached_property
     def params(self) -> ParamStruct:
         """The kernel's parameter struct."""
+        packed = self.spec.varlen
         if self.kind == "bwd_delta":
-            return ParamStruct(_DELTA_FIELDS)
+            return ParamStruct(_delta_fields(packed))
         if self.kind == "bwd_convert":
-            return ParamStruct(_CONVERT_FIELDS)
+            return ParamStruct(_convert_fields(packed))
         mods = self.spec.mods
         fields = [field for mod in mods for field in mod.fields]
         if self.kind == "bwd":
-            fields += [*_GRADIENT_FIELDS, *_KEY_GRADIENT_FIELDS]
-            if not self.spec.deterministic:
-                fields.append(_DQ_SUM_FIELD)
+            fields += _gradient_fields(packed)
+            fields += _key_gradient_fields(packed, with_sum=not self.spec.deterministic)
         elif self.kind == "bwd_dq":
-            fields += [*_GRADIENT_FIELDS, *_QUERY_GRADIENT_FIELDS]
+            fields += [*_gradient_fields(packed), *_query_gradient_fields(packed)]
         else:
-            fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else _FORWARD_FIELDS
+            fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else _forward_fields(packed)
             if self.spec.backward:
-                fields.append(_STATS_FIELD)
+                fields += _stats_fields(packed, constant=False)
         if not (mods and mods[0].absorbs_scale):
             fields.append(_SCALE_FIELD)
         if self.spec.window:
@@ -227,14 +283,18 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
         chosen["bwd"] = sm80.backward_tile(spec, arch)
-        # These know of head dims and the type only, and so serve every spec that shares them.
-        specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, backward=True)
+        # These know of head dims, the type and packing only, and so serve every spec that shares them.
+        specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, varlen=spec.varlen, backward=True)
         if spec.deterministic:
             specs["fwd"] = spec.model_copy(update={"deterministic": False})
             chosen["bwd_dq"] = sm80.dq_tile(spec, arch)
         else:
             specs["bwd_convert"] = AttentionSpec(
-                head_dim=spec.head_dim, head_dim_v=spec.head_dim_v, dtype=spec.dtype, backward=True
+                head_dim=spec.head_dim,
+                head_dim_v=spec.head_dim_v,
+                dtype=spec.dtype,
+                varlen=spec.varlen,
+                backward=True,
             )
     chosen |= tiles or {}
     if "bwd_convert" in specs:

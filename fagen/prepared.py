@@ -13,10 +13,13 @@ import torch
 from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile
 from fagen.call import (
     ALIGNMENT,
+    STATS_ROWS,
     Sizes,
     Values,
     aligned,
     check_tensors,
+    lse_shape,
+    packed_tiles,
     rows_aligned,
     scalars,
     stats_shape,
@@ -66,7 +69,7 @@ class Call:
         values: Values,
     ) -> None:
         """`kernels` are those for a device by kind; `values` has the tensors of modifications, for their shapes."""
-        sizes = self._sizes = check_tensors(spec, q, k, v)
+        sizes = self._sizes = check_tensors(spec, q, k, v, values.packed)
         given = scalars(spec, sizes, values, q.device)
         self.device = q.device
         self.values = values.without_tensors()
@@ -79,12 +82,12 @@ class Call:
         self._extra_names = (*given.tensors, *given.made, *(["philox_state"] if spec.dropout else []))
         self._dtype = q.dtype
         self._bounded = spec.causal or spec.window
-        o = _contiguous((sizes.batch, sizes.seqlen_q, sizes.heads_q, spec.dim_v))
+        o = _contiguous((*q.shape[:-1], spec.dim_v))
         self._o_strides = o.stride()
         self._o_is_like_q = q.shape == o.shape and q.stride() == o.stride()
         self._new_o = _allocator(o.shape, q.dtype, q.device)
-        self._new_lse = _allocator((sizes.batch, sizes.heads_q, sizes.seqlen_q), torch.float32, q.device)
-        self._new_stats = _allocator(stats_shape(sizes), torch.float32, q.device) if spec.backward else None
+        self._new_lse = _allocator(lse_shape(spec, q), torch.float32, q.device)
+        self._new_stats = _allocator(stats_shape(spec, sizes, q), torch.float32, q.device) if spec.backward else None
         self._fields = {
             **given.fields,
             **strides("q", q),
@@ -97,6 +100,8 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
+        if spec.varlen:
+            self._fields |= {"total_q": q.shape[0], "stats_rows": stats_shape(spec, sizes, q)[1]}
         # Tensors without elements may have the address 0, of which the copy engine reads nothing, not even zeros.
         self._launch = None if sizes.trivial else self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._backwards: dict[Any, _Backward] = {}
@@ -161,7 +166,7 @@ class Call:
             dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needed, strict=True))
             return dq, dk, dv
         if d_o is None:
-            d_o = o.new_zeros(o.shape[3]).expand(o.shape)
+            d_o = o.new_zeros(o.shape[-1]).expand(o.shape)
         elif d_o.stride() != self._o_strides or d_o.data_ptr() % ALIGNMENT:
             d_o = aligned("do", d_o)
         o, stats = _dense(o), _dense(stats)
@@ -170,7 +175,7 @@ class Call:
         if backward is None:
             if len(self._backwards) >= MOST:
                 self._backwards.clear()
-            fields = self._fields | strides("d_o", d_o) | strides_by_head("d_lse", d_lse)
+            fields = self._fields | strides("d_o", d_o) | strides_by_head("d_lse", d_lse, o.dim() - 1)
             backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, saved, needed)
             self._backwards[key] = backward
         return backward(d_o, d_lse, Saved(q, k, v, o, stats), self._extras(tensors, state), poison)
@@ -213,9 +218,11 @@ class Call:
         kv_bytes = sizes.seqlen_k * columns * self._dtype.itemsize
         return heads_a_group(lengths, heads, sizes.heads_q // sizes.heads_k, kv_bytes, blocks)
 
-    def _extras(self, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> list[torch.Tensor]:
-        """The tensors of `_extra_names`."""
-        extras = [tensors[index] for index in self._tensor_indices]
+    def _extras(self, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The tensors of `_extra_names`, None for a null pointer."""
+        extras: list[torch.Tensor | None] = [
+            None if index is None else tensors[index] for index in self._tensor_indices
+        ]
         extras += self._made
         if state is not None:
             extras.append(state)
@@ -264,11 +271,19 @@ class _Backward:
         need_q, need_k, need_v = self._needed = tuple(needed)
         for name, x in zip(("d_q", "d_k", "d_v"), saved[:3], strict=True):
             fields = {**fields, **strides(name, _contiguous(x.shape))}
-        delta_shape = stats_shape(sizes)[:3]
+        spec = kernels["fwd"].plan.spec
+        delta_shape = stats_shape(spec, sizes, saved.q)[:-1]
         self._new_delta = _allocator(delta_shape, torch.float32, saved.q.device)
-        rows = ("q", "k", "v", "d_o", "stats", "delta")
+        inputs = ("q", "k", "v", "d_o", "stats", "delta")
         main = kernels["bwd"]
+        # What packed sequences need where no keys are read, and where in the extras it is.
+        self._begins = [extra_names.index(name) for name in extra_names if name == "cu_seqlens_q"]
+        begins = [extra_names[index] for index in self._begins]
+        self._packed = bool(begins)
         self._deterministic = "bwd_dq" in kernels
+        if self._packed:
+            assert isinstance(main.plan.tile, BackwardTile)
+            fields = {**fields, "dq_tiles": packed_tiles(sizes, saved.q, main.plan.tile.tile_m)}
         self._delta: Launch | None = None
         self._main: Launch | None = None
         self._convert: Launch | None = None
@@ -276,48 +291,54 @@ class _Backward:
         self._dq_sum_floats = 0
         # dV does without delta: what the kernel makes of memory that nobody wrote goes into dS only.
         if need_q or need_k:
-            grid = math.prod(delta_shape) // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
-            self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta"))
+            rows = sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // STATS_ROWS) * STATS_ROWS
+            grid = rows // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
+            self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta", *begins))
         if need_k or need_v or not self._deterministic:
             assert isinstance(main.plan.tile, BackwardTile)
             grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // main.plan.tile.tile_n)
             dq_sum = [] if self._deterministic else ["dq_sum"]
-            self._main = Launch(main, grid, fields, (*rows, "d_k", "d_v", *dq_sum, *extra_names))
+            self._main = Launch(main, grid, fields, (*inputs, "d_k", "d_v", *dq_sum, *extra_names))
         if need_q and self._deterministic:
             kernel = kernels["bwd_dq"]
-            self._dq = Launch(kernel, _query_tiles(sizes, kernel), fields, (*rows, "d_q", *extra_names))
+            self._dq = Launch(kernel, _query_tiles(sizes, kernel), fields, (*inputs, "d_q", *extra_names))
         elif need_q:
-            tiles = _query_tiles(sizes, main)
-            self._dq_sum_floats = tiles * main.plan.dq_tile_floats
-            self._convert = Launch(kernels["bwd_convert"], tiles, fields, ("dq_sum", "d_q"))
+            tiles = sum_tiles = _query_tiles(sizes, main)
+            if self._packed:
+                sum_tiles = sizes.heads_q * fields["dq_tiles"]
+            self._dq_sum_floats = sum_tiles * main.plan.dq_tile_floats
+            self._convert = Launch(kernels["bwd_convert"], tiles, fields, ("dq_sum", "d_q", *begins))
 
     def __call__(
         self,
         d_o: torch.Tensor,
         d_lse: torch.Tensor | None,
         saved: Saved,
-        extras: Sequence[torch.Tensor],
+        extras: Sequence[torch.Tensor | None],
         poison: bool,
     ) -> Gradients:
         q, k, v, o, stats = saved
         device = q.device
         need_q, need_k, need_v = self._needed
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format) if need_q else None
-        dk = torch.empty_like(k, memory_format=torch.contiguous_format) if need_k else None
-        dv = torch.empty_like(v, memory_format=torch.contiguous_format) if need_v else None
+        # No kernel writes rows of no packed sequence, or of keys that do not count.
+        new = torch.zeros_like if self._packed else torch.empty_like
+        dq = new(q, memory_format=torch.contiguous_format) if need_q else None
+        dk = new(k, memory_format=torch.contiguous_format) if need_k else None
+        dv = new(v, memory_format=torch.contiguous_format) if need_v else None
         delta = self._new_delta()
         if poison:
-            _poison(dq, dk, dv, delta)
+            _poison(delta, *(() if self._packed else (dq, dk, dv)))
         dq_sum = None
         if self._dq_sum_floats:
             dq_sum = torch.zeros(self._dq_sum_floats, dtype=torch.float32, device=device)
+        begins = [extras[index] for index in self._begins]
         if self._delta is not None:
-            self._delta(o, d_o, d_lse, delta)
+            self._delta(o, d_o, d_lse, delta, *begins)
         if self._main is not None:
             sums = () if self._deterministic else (dq_sum,)
             self._main(q, k, v, d_o, stats, delta, dk, dv, *sums, *extras)
         if self._convert is not None:
-            self._convert(dq_sum, dq)
+            self._convert(dq_sum, dq, *begins)
         if self._dq is not None:
             self._dq(q, k, v, d_o, stats, delta, dq, *extras)
         return dq, dk, dv

@@ -40,6 +40,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     offset: int = 0,
+    first_batch: int = 0,
     return_lse: bool = True,
     **values: Any,
 ) -> Any:
@@ -48,7 +49,8 @@ def attention(
     ``q`` (B, Sq, Hq, D), ``k`` (B, Sk, Hk, D), ``v`` (B, Sk, Hk, Dv), any dtype and strides, ``Hq % Hk == 0``. The
     masks are aligned to the bottom right: row ``i`` stands at key ``i + Sk - Sq``. ``window`` is (left, right),
     inclusive, -1 for no bound; with ``causal`` the two intersect. ``values`` are the call's values of the score
-    modifications by their parameter names (``softcap=50.0``, ``alibi_slopes=...``); None means off.
+    modifications by their parameter names (``softcap=50.0``, ``alibi_slopes=...``); None means off. ``first_batch`` is
+    the number of the first batch entry, of which the dropout mask is a function.
 
     Returns ``o`` (B, Sq, Hq, Dv) and ``lse`` (B, Hq, Sq), natural log of the undropped softmax, both float64; only
     ``o`` with ``return_lse=False``. A row that sees no key gives o = 0 and lse = -inf, and touches no gradient.
@@ -69,7 +71,7 @@ def attention(
     group = heads // heads_k if heads_k else 1
     off = seqlen_k - seqlen_q
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    head = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
+    head = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1) + first_batch * heads
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
 
     def block(rows: range) -> tuple[Tensor, Tensor]:
@@ -114,14 +116,45 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None = None,
+    *,
+    alibi_slopes: Tensor | None = None,
+    **call: Any,
+) -> tuple[Tensor, Tensor]:
+    """``attention`` of packed sequences, one at a time.
+
+    ``q`` (Tq, Hq, D), ``k`` (Tk, Hk, D), ``v`` (Tk, Hk, Dv). Sequence b has the rows ``cu_seqlens_q[b]`` to
+    ``cu_seqlens_q[b + 1]`` of q, and of k and v likewise, of which the first ``seqused_k[b]`` count if that is given.
+    ``alibi_slopes`` is (Hq,) or (B, Hq). Returns o (Tq, Hq, Dv) and lse (Hq, Tq), 0 and -inf for rows of no sequence.
+    """
+    o = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
+    begins_q, begins_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(begins_q) - 1):
+        rows = slice(begins_q[b], begins_q[b + 1])
+        used = begins_k[b + 1] - begins_k[b] if seqused_k is None else int(seqused_k[b])
+        keys = slice(begins_k[b], begins_k[b] + used)
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b : b + 1]
+        o_b, lse_b = attention(q[None, rows], k[None, keys], v[None, keys], first_batch=b, alibi_slopes=slopes, **call)
+        o[rows], lse[:, rows] = o_b[0], lse_b[0]
+    return o, lse
+
+
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, d_lse: Tensor | None = None, **call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in float64, shaped as q, k and v: what autograd makes of ``d_o`` (B, Sq, Hq, Dv) and ``d_lse``
-    (B, Hq, Sq), the gradients of ``attention(q, k, v, **call)``. None stands for zeros."""
+    (B, Hq, Sq), the gradients of ``attention(q, k, v, **call)``, or of ``packed`` where ``call`` has cu_seqlens_q. None
+    stands for zeros."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        o, lse = attention(*leaves, **call)
+        o, lse = (packed if "cu_seqlens_q" in call else attention)(*leaves, **call)
     outputs, upstream = [o], [d_o.double()]
     if d_lse is not None:
         outputs, upstream = [o, lse], [d_o.double(), d_lse.double()]

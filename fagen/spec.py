@@ -14,7 +14,6 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 
 _UNSERVED = {
     "bias": "no kernel adds a bias to the scores",
-    "varlen": "no kernel reads packed sequences",
     "paged": "no kernel reads paged caches",
     "split_kv": "no kernel splits the keys",
 }
@@ -44,7 +43,7 @@ class AttentionSpec(BaseModel):
     alibi: Flag = Field(False, description="scores lose slope * |distance|, a slope a head")
     bias: Flag = Field(False, description="a tensor is added to the scores")
     dropout: Flag = Field(False, description="probabilities are dropped at random and the rest rescaled")
-    varlen: Flag = Field(False, description="packed sequences, given by cu_seqlens")
+    varlen: Flag = Field(False, description="packed sequences of any lengths, one after the other, given by cu_seqlens")
     paged: Flag = Field(False, description="keys and values in pages, given by a block table")
     split_kv: Flag = Field(False, description="parallel over the keys, for few queries")
     backward: Flag = Field(False, description="gradients too")

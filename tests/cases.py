@@ -207,6 +207,32 @@ PAIRS = [
     ),
 ]
 
+# Packed sequences; their lengths fall in q and rise in k.
+VARLEN = [
+    *_rows(
+        64,
+        _at(130, 200, batch=4, **_heads(4, 2)),
+        _at(1, 129, batch=3, **_heads(32, 16)),
+        _at(3, 5, batch=7),
+        _at(40, 70, batch=0),
+        _at(65, 70, batch=2, layout="sliced"),
+        _large(1500, 1100, batch=5),
+        varlen=True,
+    ),
+    *_rows(128, _at(200, 150, batch=3), _large(900, 2000, batch=6), varlen=True, causal=True, dtype="fp16"),
+    *_rows(
+        72,
+        _at(90, 100, batch=3, window=(20, 9), **PER_BATCH),
+        _large(700, 800, batch=4, window=(300, 50)),
+        dv=40,
+        varlen=True,
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+]
+
 CASES: list[Case] = [
     *HEAD_DIMS,
     *HEAD_DIMS_V,
@@ -218,6 +244,7 @@ CASES: list[Case] = [
     *ALIBI,
     *DROPOUT,
     *PAIRS,
+    *VARLEN,
 ]
 
 # Both ways. Lengths at the edges of the backward's tiles of queries and keys, and of fragments.
@@ -410,6 +437,29 @@ DETERMINISTIC = [
     ),
 ]
 
+GRADIENT_VARLEN = [
+    *_gradients(
+        64,
+        _at(130, 200, batch=4, **_heads(4, 2)),
+        _at(3, 5, batch=7, lse_gradient=True),
+        _at(65, 70, batch=2, layout="sliced"),
+        _large(1500, 1100, batch=5),
+        varlen=True,
+    ),
+    *_gradients(128, _at(200, 150, batch=3), _large(900, 2000, batch=6), varlen=True, causal=True, dtype="fp16"),
+    *_gradients(
+        72,
+        _at(90, 100, batch=3, window=(20, 9), lse_gradient=True, **PER_BATCH),
+        dv=40,
+        varlen=True,
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+    *_gradients(64, _at(150, 140, batch=3, **_heads(4, 2)), varlen=True, causal=True, deterministic=True),
+]
+
 GRADIENTS: list[Case] = [
     *GRADIENT_HEAD_DIMS,
     *GRADIENT_HEAD_DIMS_V,
@@ -421,6 +471,7 @@ GRADIENTS: list[Case] = [
     *GRADIENT_DROPOUT,
     *GRADIENT_PAIRS,
     *DETERMINISTIC,
+    *GRADIENT_VARLEN,
 ]
 
 

@@ -60,17 +60,9 @@ def test_install_does_not_displace_another(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_install() -> None:
     module = importlib.import_module("fagen.compat.flash_attn")
-    for name in ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"):
+    for name in interface.__all__:
         assert getattr(module, name) is getattr(interface, name) is getattr(flash_attn_interface, name)
     assert fagen.compat.flash_attn is module
-
-
-@pytest.mark.parametrize(
-    "name", ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
-)
-def test_packed_sequences_are_refused(name: str) -> None:
-    with pytest.raises(SpecError, match=rf"{name} is not served: packed sequences \(cu_seqlens\) are not in this"):
-        getattr(flash_attn, name)(torch.zeros(1), cu_seqlens_q=None)
 
 
 def test_caches_and_rotary_embeddings_are_refused() -> None:

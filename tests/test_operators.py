@@ -351,6 +351,9 @@ def operator_arguments(spec: AttentionSpec, **values: Any) -> tuple[Any, ...]:
         *given,
         [mod if isinstance(mod, Tensor) else None for mod in mods],
         [0.0 if isinstance(mod, Tensor) else mod for mod in mods],
+        [],
+        None,
+        None,
         state,
     )
 

@@ -46,6 +46,7 @@ GOLDEN_KERNELS = [
     ("sm120", AttentionSpec(head_dim=40, causal=True, window=True, softcap=True, alibi=True, dropout=True)),
     *(("sm80", AttentionSpec(head_dim=72, **{mod.name: True})) for mod in MODS),
     ("sm90", AttentionSpec(head_dim=128, causal=True, backward=True)),
+    ("sm90", AttentionSpec(head_dim=128, causal=True, varlen=True, backward=True)),
     (
         "sm86",
         AttentionSpec(
@@ -73,6 +74,7 @@ GOLDENS = {kernel.slug: kernel for arch, spec in GOLDEN_KERNELS for kernel in pl
 TOKENS = {
     "causal": r"causal|diagonal|the longest first|int position",
     "window": r"window",
+    "varlen": r"cu_seqlens",
     "dropout": r"dropout|philox|random|keep_|undropped",
 } | {mod.name: mod.name for mod in MODS}
 TOKENS["softcap"] += r"|tanh|\bcap\b"
@@ -125,6 +127,7 @@ def test_golden_kernels_meet_every_template() -> None:
         "kernel.j2",
         "common/final.j2",
         "common/mods.cuh.j2",
+        "common/place.j2",
         "common/row_end.cuh.j2",
         *(kernel.template for kernel in GOLDENS.values()),
     }

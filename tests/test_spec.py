@@ -122,7 +122,6 @@ def test_every_multiple_of_8_is_served(head_dim: int) -> None:
         ({"head_dim": 64, "soft_cap": True}, "no field 'soft_cap'; its fields: head_dim, .*softcap"),
         ({"head_dim": 64, "causal": 1}, "causal=1: .*boolean"),
         ({"head_dim": 64, "softcap": 50.0}, r"softcap=50\.0: .*boolean"),
-        ({"head_dim": 64, "varlen": True}, "varlen=True is not served: .*packed sequences"),
         ({"head_dim": 64, "deterministic": True}, "deterministic=True is about gradients: .*backward=True"),
         ({"head_dim": 64, "dtype": "int8", "causal": "yes"}, "dtype='int8'.*; causal='yes'"),
     ],

@@ -60,6 +60,13 @@ static inline float ld_global_f32(const void* ptr, int line = __builtin_LINE()) 
     return v;
 }
 
+static inline u32 ld_global_b32(const void* ptr, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 4, false, line);
+    u32 v;
+    memcpy(&v, ptr, 4);
+    return v;
+}
+
 static inline u64 ld_global_b64(const void* ptr, int line = __builtin_LINE()) {
     emu::check_global(*emu::current, ptr, 8, false, line);
     u64 v;

@@ -56,6 +56,12 @@ __device__ __forceinline__ float ld_global_f32(const void* ptr) {
     return v;
 }
 
+__device__ __forceinline__ u32 ld_global_b32(const void* ptr) {
+    u32 v;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(ptr));
+    return v;
+}
+
 __device__ __forceinline__ u64 ld_global_b64(const void* ptr) {
     u64 v;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(ptr));
@@ -118,7 +124,7 @@ __device__ __forceinline__ u32 pack_f16(float lo, float hi) {
 // >>> common/params.cuh.j2
 struct Params {
     const float* dq_sum;  // (B, Hq, query tiles, fragments)
-    u16* d_q;  // (B, Sq, Hq, D), strides in elements below
+    u16* d_q;  // as q, strides in elements below
     i64 d_q_batch_stride;
     i64 d_q_row_stride;
     i64 d_q_head_stride;

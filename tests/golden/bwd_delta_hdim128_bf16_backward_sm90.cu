@@ -20,6 +20,12 @@ __device__ __forceinline__ float ld_global_f32(const void* ptr) {
     return v;
 }
 
+__device__ __forceinline__ u32 ld_global_b32(const void* ptr) {
+    u32 v;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(ptr));
+    return v;
+}
+
 __device__ __forceinline__ u64 ld_global_b64(const void* ptr) {
     u64 v;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(ptr));
@@ -60,7 +66,7 @@ __device__ __forceinline__ void unpack_f16(float& lo, float& hi, u32 v) {
 // >>> common/params.cuh.j2
 struct Params {
     const u16* o;  // (B, Sq, Hq, Dv), strides in elements below
-    const u16* d_o;  // (B, Sq, Hq, Dv)
+    const u16* d_o;  // likewise
     const float* d_lse;  // (B, Hq, Sq), or null
     float* delta;  // (B, Hq, Sq padded to 128)
     i64 o_batch_stride;
@@ -70,8 +76,8 @@ struct Params {
     i64 d_o_row_stride;
     i64 d_o_head_stride;
     i64 d_lse_batch_stride;
-    i64 d_lse_row_stride;
     i64 d_lse_head_stride;
+    i64 d_lse_row_stride;
     int seqlen_q;
     int heads_q;
 };
@@ -96,9 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fagen_bwd_delta(const __gr
     const i64 batch = batch_head / params.heads_q;
     const int row = blockIdx.x % tiles * ROWS + threadIdx.x / LANES;
     const int lane = threadIdx.x % LANES;
+    const int seqlen_q = params.seqlen_q;
 
     float sum = 0.0f;
-    if (row < params.seqlen_q) {
+    if (row < seqlen_q) {
         const u16* o = params.o + batch * params.o_batch_stride + head * params.o_head_stride + row * params.o_row_stride;
         const u16* d_o =
             params.d_o + batch * params.d_o_batch_stride + head * params.d_o_head_stride + row * params.d_o_row_stride;
@@ -119,9 +126,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fagen_bwd_delta(const __gr
 #pragma unroll
     for (int mask = 1; mask < LANES; mask *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, mask);
     if (lane == 0) {
-        if (params.d_lse && row < params.seqlen_q)
+        if (params.d_lse && row < seqlen_q)
             sum -= ld_global_f32(params.d_lse + batch * params.d_lse_batch_stride + head * params.d_lse_head_stride +
                                  row * params.d_lse_row_stride);
-        st_global_f32(params.delta + static_cast<i64>(batch_head) * padded_q + row, sum);
+        st_global_f32(params.delta + static_cast<i64>(batch_head) * padded_rows(seqlen_q) + row, sum);
     }
 }

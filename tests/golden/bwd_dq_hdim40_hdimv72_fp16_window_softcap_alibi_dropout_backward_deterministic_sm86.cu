@@ -56,6 +56,12 @@ __device__ __forceinline__ float ld_global_f32(const void* ptr) {
     return v;
 }
 
+__device__ __forceinline__ u32 ld_global_b32(const void* ptr) {
+    u32 v;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(ptr));
+    return v;
+}
+
 __device__ __forceinline__ u64 ld_global_b64(const void* ptr) {
     u64 v;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(ptr));
@@ -185,9 +191,9 @@ struct Params {
     const u16* q;  // (B, Sq, Hq, D), strides in elements below
     const u16* k;  // (B, Sk, Hk, D)
     const u16* v;  // (B, Sk, Hk, Dv)
-    const u16* d_o;  // (B, Sq, Hq, Dv)
-    const float* stats;  // (B, Hq, Sq padded to 128, 2), as the forward left it
-    const float* delta;  // (B, Hq, Sq padded to 128)
+    const u16* d_o;  // as o
+    const float* stats;  // (B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null
+    const float* delta;  // a number for each row of the statistics
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
@@ -200,7 +206,7 @@ struct Params {
     i64 d_o_batch_stride;
     i64 d_o_row_stride;
     i64 d_o_head_stride;
-    u16* d_q;  // (B, Sq, Hq, D)
+    u16* d_q;  // as q
     i64 d_q_batch_stride;
     i64 d_q_row_stride;
     i64 d_q_head_stride;
@@ -470,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int first_query = -offset - params.window_right - m0;
         load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, first_query, seqlen_q - m0);
         load_tile<TILE_M, V_CHUNKS, HEAD_DIM_V / CHUNK>(dO_smem, d_o, params.d_o_row_stride, first_query, seqlen_q - m0);
-        load_statistics(stats_smem, delta_smem, params.stats, params.delta, batch_head * padded_rows(seqlen_q) + m0);
+        load_statistics(stats_smem, delta_smem, params.stats, params.delta, static_cast<i64>(batch_head) * padded_rows(seqlen_q) + m0);
         load_keys(n_first, 0);
     }
 

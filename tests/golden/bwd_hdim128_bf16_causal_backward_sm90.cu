@@ -56,6 +56,12 @@ __device__ __forceinline__ float ld_global_f32(const void* ptr) {
     return v;
 }
 
+__device__ __forceinline__ u32 ld_global_b32(const void* ptr) {
+    u32 v;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(ptr));
+    return v;
+}
+
 __device__ __forceinline__ u64 ld_global_b64(const void* ptr) {
     u64 v;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(ptr));
@@ -197,9 +203,9 @@ struct Params {
     const u16* q;  // (B, Sq, Hq, D), strides in elements below
     const u16* k;  // (B, Sk, Hk, D)
     const u16* v;  // (B, Sk, Hk, Dv)
-    const u16* d_o;  // (B, Sq, Hq, Dv)
-    const float* stats;  // (B, Hq, Sq padded to 128, 2), as the forward left it
-    const float* delta;  // (B, Hq, Sq padded to 128)
+    const u16* d_o;  // as o
+    const float* stats;  // (B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null
+    const float* delta;  // a number for each row of the statistics
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
@@ -212,8 +218,8 @@ struct Params {
     i64 d_o_batch_stride;
     i64 d_o_row_stride;
     i64 d_o_head_stride;
-    u16* d_k;  // (B, Sk, Hk, D), or null
-    u16* d_v;  // (B, Sk, Hk, Dv), or null
+    u16* d_k;  // as k, or null
+    u16* d_v;  // as v, or null
     i64 d_k_batch_stride;
     i64 d_k_row_stride;
     i64 d_k_head_stride;
@@ -469,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     // Queries before the first that sees these keys become zeros, so that 0 * NaN does not arise.
     auto load_queries = [&](int head, int m0, u32 stage) {
+        const i64 batch_head = batch * heads_q + head;
         const u16* q = params.q + batch * params.q_batch_stride + head * params.q_head_stride + m0 * params.q_row_stride;
         const u16* d_o =
             params.d_o + batch * params.d_o_batch_stride + head * params.d_o_head_stride + m0 * params.d_o_row_stride;
@@ -479,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                                                         query_begin - m0, seqlen_q - m0);
         const u32 stats_smem = Q_smem + Q_BYTES + DO_BYTES;
         load_statistics(stats_smem, stats_smem + STATS_BYTES, params.stats, params.delta,
-                        (batch * heads_q + head) * padded_rows(seqlen_q) + m0);
+                        static_cast<i64>(batch_head) * padded_rows(seqlen_q) + m0);
         cp_async_commit();
     };
 
@@ -515,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const bool head_ends = m0 + TILE_M >= query_end;
         const int next_head = head_ends ? head + 1 : head;
         const int next_m0 = head_ends ? m_first * TILE_M : m0 + TILE_M;
-        const i64 batch_head = batch * heads_q + head;
+        [[maybe_unused]] const i64 batch_head = batch * heads_q + head;
         cp_async_wait<0>();
         __syncthreads();  // these queries have landed for all; all have read the other stage, P and dS
         if (next_head < last_head) load_queries(next_head, next_m0, stage ^ 1);
@@ -654,7 +661,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             product<S_CHUNKS, false, QK_CHUNKS, true, TILE_N / MMA_K, DQ_LIMIT>(
                 dQ_rmem, dS_smem + tile_offset<S_CHUNKS>(warp_q_row + by_rows, by_rows_chunk), 0,
                 K_smem + tile_offset<QK_CHUNKS>(by_rows, by_rows_chunk), warp_q_step);
-            float* sum = params.dq_sum + (batch_head * m_tiles + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+            float* sum = params.dq_sum + (static_cast<i64>(batch_head) * m_tiles + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
 #pragma unroll
             for (int m = 0; m < Q_FRAGS; ++m) {
 #pragma unroll

@@ -56,6 +56,12 @@ __device__ __forceinline__ float ld_global_f32(const void* ptr) {
     return v;
 }
 
+__device__ __forceinline__ u32 ld_global_b32(const void* ptr) {
+    u32 v;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(ptr));
+    return v;
+}
+
 __device__ __forceinline__ u64 ld_global_b64(const void* ptr) {
     u64 v;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(ptr));

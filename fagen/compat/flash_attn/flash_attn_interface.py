@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from fagen.errors import SpecError
-from fagen.interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from fagen.interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -21,33 +28,11 @@ __all__ = [
 USE_TRITON_ROCM = False
 
 
-def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises SpecError: packed sequences are not in this version."""
-    _refuse_packed("flash_attn_varlen_func")
-
-
-def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises SpecError: packed sequences are not in this version."""
-    _refuse_packed("flash_attn_varlen_kvpacked_func")
-
-
-def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises SpecError: packed sequences are not in this version."""
-    _refuse_packed("flash_attn_varlen_qkvpacked_func")
-
-
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
     """Raises SpecError: caches are not in this version."""
     raise SpecError(
         "flash_attn_with_kvcache is not served: no kernel of this version reads or writes a key-value cache; "
         "append to the cache and call flash_attn_func"
-    )
-
-
-def _refuse_packed(name: str) -> NoReturn:
-    raise SpecError(
-        f"{name} is not served: packed sequences (cu_seqlens) are not in this version; "
-        "call flash_attn_func for each sequence, or for batches of equal length"
     )
 
 
