@@ -243,8 +243,8 @@ CASES: list[Case] = [
     *SOFTCAP,
     *ALIBI,
     *DROPOUT,
-    *PAIRS,
     *VARLEN,
+    *PAIRS,
 ]
 
 # Both ways. Lengths at the edges of the backward's tiles of queries and keys, and of fragments.

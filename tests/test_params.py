@@ -86,12 +86,16 @@ def test_packed_bytes_read_back_as_a_c_struct(spec: AttentionSpec) -> None:
 
 def test_only_features_that_are_on_have_parameters() -> None:
     plain = {field.name for field in params(AttentionSpec(head_dim=64)).fields}
-    assert not [name for name in plain if re.search("softcap|alibi|window|philox|keep", name)]
-    assert {field.name for field in params(EVERYTHING).fields} > plain - {"softmax_scale_log2"}
+    assert not [name for name in plain if re.search("softcap|alibi|window|philox|keep|cu_seqlens|total", name)]
+    dense = EVERYTHING.model_copy(update={"varlen": False})
+    assert {field.name for field in params(dense).fields} > plain - {"softmax_scale_log2"}
+    of_batches = {name for name in plain if name.endswith("_batch_stride")}  # packed sequences need none
+    assert {field.name for field in params(EVERYTHING).fields} > plain - {"softmax_scale_log2"} - of_batches
 
 
 def test_the_struct_says_what_its_pointers_are() -> None:
-    assert "const u16* q;  // (B, Sq, Hq, D)" in struct_text(EVERYTHING)
+    assert "const u16* q;  // (Tq, Hq, D)" in struct_text(EVERYTHING)
+    assert "const u16* q;  // (B, Sq, Hq, D)" in struct_text(AttentionSpec(head_dim=64))
 
 
 def test_extremes() -> None:
