@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fagen
-from fagen import prepared, reference
+from fagen import prepared, reference, render
 from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
 from fagen.schedule import heads_a_group, unevenness
 from fagen.spec import AttentionSpec
@@ -104,3 +108,27 @@ def test_references_that_do_not_serve(
     expected = reference.attention(*(x.to(device) for x in (q, k, v)), causal=spec.causal, softmax_scale=1.0, **values)
     assert compare_o(o, expected[0], OUTPUT_BUDGET[spec.dtype]).passed
     assert compare_lse(lse, expected[1]).passed
+
+
+def test_a_modification_that_needs_all_scores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fragment with `tile` alone: every step has its maxima, and the numbers are as right."""
+    shutil.copytree(render.template_dir(), tmp_path / "templates")
+    path = tmp_path / "templates" / "mods" / "softcap.cuh.j2"
+    fragment = path.read_text()
+    for name in ("exponent_setup", "exponent"):
+        fragment, found = re.subn(rf"{{% macro {name}\(.*?\n{{% endmacro %}}\n", "", fragment, flags=re.DOTALL)
+        assert found == 1
+    path.write_text(re.sub(r"{% set exponent_holds.*\n", "", fragment))
+    monkeypatch.setattr(render, "template_dir", lambda: tmp_path / "templates")
+    render.environment.cache_clear()
+    try:
+        spec = AttentionSpec(head_dim=64, causal=True, softcap=True)
+        attention = fagen.load(spec, arch="sm90a", emulate=True)
+        assert "references" not in attention.artifact("cpu").source.read_text()
+    finally:
+        render.environment.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 2, 64, generator=generator).bfloat16() for _ in range(3))
+    o, lse = attention(q, k, v, softcap=5.0, return_lse=True, _poison=True)
+    expected_o, expected_lse = reference.attention(q, k, v, causal=True, softcap=5.0)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
