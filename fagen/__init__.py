@@ -18,6 +18,7 @@ _HOMES = {
     "flash_attn_varlen_func": "fagen.interface",
     "flash_attn_varlen_kvpacked_func": "fagen.interface",
     "flash_attn_varlen_qkvpacked_func": "fagen.interface",
+    "flash_attn_with_kvcache": "fagen.interface",
     "FagenError": "fagen.errors",
     "SpecError": "fagen.errors",
     "ToolchainError": "fagen.errors",
@@ -42,6 +43,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "load",
 ]
 
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
     )
     from fagen.ops import Attention, load
     from fagen.spec import AttentionSpec

@@ -18,6 +18,7 @@ log = logging.getLogger("fagen")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGNMENT = 16  # bytes of one asynchronous copy
 MAX_SEQLEN = 2**30 - 1  # positions and window bounds are summed in 32 bits
+MOST_SPLITS = 128  # parts of the keys
 STATS_ROWS = 128  # the statistics of a head are padded to a multiple of this many rows
 
 
@@ -59,9 +60,10 @@ def packed_tiles(sizes: Sizes, q: torch.Tensor, rows: int) -> int:
 
 
 class Packed(NamedTuple):
-    """Where packed sequences lie. Of a prepared call the tensors are None, and `seqused_k` is missing where it was."""
+    """Where packed sequences lie, or which keys of a batch count. Of a prepared call the tensors are None."""
 
-    tensors: tuple[torch.Tensor | None, ...]  # cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k
+    # With spec.varlen cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k; with spec.split_kv the last alone.
+    tensors: tuple[torch.Tensor | None, ...]
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
@@ -77,6 +79,7 @@ class Values(NamedTuple):
     dropout_p: float | None
     mods: tuple[Any, ...]  # in the order of spec.mods: numbers and tensors
     packed: Packed | None = None
+    num_splits: int | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The values of modifications that are tensors, in order, and those of packed sequences."""
@@ -204,9 +207,12 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
             else:
                 made[name] = packed
         index += isinstance(value, torch.Tensor)
-    if values.packed is not None:
-        given_tensors = len(values.packed.tensors)
-        tensors |= {name: index + i if i < given_tensors else None for i, name in enumerate(PACKED_TENSORS)}
+    names = PACKED_TENSORS if spec.varlen else PACKED_TENSORS[2:] if spec.split_kv else ()
+    of_sequences = () if values.packed is None else values.packed.tensors
+    if spec.split_kv and of_sequences:
+        _check_used(of_sequences[0], sizes.batch, device)
+    tensors |= {name: index + i if i < len(of_sequences) else None for i, name in enumerate(names)}
+    _check_splits(spec, values.num_splits)
     fields |= _window(spec, values.window, sizes)
     fields |= _dropout(spec, values.dropout_p)
     return Scalars(scale, fields, tensors, made)
@@ -227,6 +233,24 @@ def _window(spec: AttentionSpec, window: tuple[int, int] | None, sizes: Sizes) -
     unbounded = sizes.seqlen_q + sizes.seqlen_k
     left, right = (unbounded if side < 0 else min(side, unbounded) for side in window)
     return {"window_left": left, "window_right": 0 if spec.causal else right}
+
+
+def _check_used(seqused_k: Any, batch: int, device: torch.device) -> None:
+    if (
+        not isinstance(seqused_k, torch.Tensor)
+        or (seqused_k.dtype, seqused_k.device, tuple(seqused_k.shape)) != (torch.int32, device, (batch,))
+        or not seqused_k.is_contiguous()
+    ):
+        raise SpecError(f"seqused_k must be an int32 tensor ({batch},) on {device}, a number of keys a batch entry")
+
+
+def _check_splits(spec: AttentionSpec, num_splits: int | None) -> None:
+    if num_splits is None:
+        return
+    if not spec.split_kv:
+        check_given("split_kv", "num_splits", False, num_splits)
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
+        raise SpecError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}")
 
 
 def _dropout(spec: AttentionSpec, p: float | None) -> Mapping[str, Any]:

@@ -27,12 +27,14 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 _SPEC_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
-# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, varlen, backward, deterministic
-_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool]
+# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, varlen, split_kv, backward,
+# deterministic
+_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool, bool]
 
 # One Attention for what calls of one kind derive: a lookup is all that a call pays for not naming its spec.
 _ATTENTIONS: dict[_Key, Attention] = {}
@@ -246,6 +248,116 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
 
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of a few new queries over a cache of keys and values, in parts that run beside each other.
+
+    q: (B, Sq, Hq, D), k_cache: (B, Smax, Hk, D), v_cache: (B, Smax, Hk, Dv).
+    k, v: (B, Snew, Hk, ...), written to the caches behind the first cache_seqlens rows, and part of what q sees.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2): the rotary embedding of k, and of q at the positions of the new
+    keys, or all at the first of them where there is neither causal nor a window; of (even, odd) pairs of columns with
+    rotary_interleaved, else of the two halves.
+    cache_seqlens: int32 (B,) or one number: how many keys of each entry count; default all.
+    num_splits: parts of the keys; 0 is what keeps the card busy.
+    The others as in `flash_attn_func`. Nothing is read back to the host, and there are no gradients.
+
+    Returns o (B, Sq, Hq, Dv); with return_softmax_lse (o, softmax_lse), (B, Hq, Sq).
+
+    Raises SpecError as `flash_attn_func`, and for block_table, cache_batch_idx and cache_leftpad.
+    """
+    for name, value in (
+        ("block_table", block_table),
+        ("cache_batch_idx", cache_batch_idx),
+        ("cache_leftpad", cache_leftpad),
+    ):
+        if value is not None:
+            raise SpecError(f"{name} is not served: caches are contiguous, an entry for each of q, in this version")
+    if (k is None) != (v is None):
+        raise SpecError("k and v go together: pass both, or neither")
+    if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
+        raise SpecError(
+            f"q, k_cache and v_cache have the shapes {tuple(q.shape)}, {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}; expected (batch, seqlen, heads, head_dim)"
+        )
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, k_cache, v_cache)):
+        raise SpecError("flash_attn_with_kvcache has no gradients: call it under torch.no_grad()")
+    batch, device = q.shape[0], q.device
+    used: Tensor | None = None
+    if isinstance(cache_seqlens, Tensor):
+        used = cache_seqlens
+        if used.dtype != torch.int32 or used.shape != (batch,) or used.device != device:
+            raise SpecError(
+                f"cache_seqlens is {used.dtype} {tuple(used.shape)} on {used.device}; "
+                f"expected int32 ({batch},) on {device}"
+            )
+    elif cache_seqlens is not None:
+        used = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    if k is not None and v is not None:
+        if used is None:
+            raise SpecError("k and v are given: pass cache_seqlens, the row of the caches where they go")
+        places = used.long()[:, None] + torch.arange(k.shape[1], device=device)
+        if rotary_cos is not None and rotary_sin is not None:
+            of_queries = torch.arange(q.shape[1], device=device)
+            left, right = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+            if not causal and left < 0 and right < 0:
+                of_queries = torch.zeros_like(of_queries)
+            q = _rotated(q, rotary_cos, rotary_sin, used.long()[:, None] + of_queries, rotary_interleaved)
+            k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
+        entries = torch.arange(batch, device=device)[:, None]
+        k_cache[entries, places] = k
+        v_cache[entries, places] = v
+        used = used + k.shape[1]
+    elif rotary_cos is not None or rotary_sin is not None:
+        raise SpecError("a rotary embedding goes with new keys: pass k and v")
+    result = _attend(
+        q,
+        k_cache,
+        v_cache,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        False,
+        return_softmax_lse,
+        {"seqused_k": used, "num_splits": num_splits or None},
+    )
+    return result[:2] if return_softmax_lse else result
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """x (B, S, H, D) with the rotary embedding of `positions` (B, S) on its first 2 * cos.shape[1] columns."""
+    dim = 2 * cos.shape[1]
+    if dim > x.shape[3]:
+        raise SpecError(f"rotary_cos has {cos.shape[1]} columns, for {dim} of a head dim of {x.shape[3]}")
+    c, s = (table[positions][:, :, None].float() for table in (cos, sin))
+    turned, rest = x[..., :dim].float(), x[..., dim:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, 3)
+    parts = a * c - b * s, a * s + b * c
+    joined = torch.stack(parts, 4).flatten(3) if interleaved else torch.cat(parts, 3)
+    return torch.cat((joined.to(x.dtype), rest), 3)
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -258,9 +370,9 @@ def _attend(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
-    packed: dict[str, Any],
+    given: dict[str, Any],
 ) -> Any:
-    """What the functions share, of tensors (..., heads, head_dim). `packed`: what packed sequences need besides."""
+    """What the functions share, of tensors (..., heads, head_dim). `given`: what packed sequences or a cache add."""
     if q.dtype not in _SPEC_DTYPES:
         q, k, v = _cast(q, k, v)
     head_dim, dim_v = q.shape[-1], v.shape[-1]
@@ -281,7 +393,7 @@ def _attend(
             alibi_slopes,
             deterministic,
             return_attn_probs,
-            packed,
+            given,
         )
         return (result[0][..., :dim_v], *result[1:]) if return_attn_probs else result[..., :dim_v]
 
@@ -300,7 +412,8 @@ def _attend(
         capped,
         alibi_slopes is not None,
         dropout_p != 0,
-        bool(packed),
+        "cu_seqlens_q" in given,
+        "num_splits" in given,
         backward,
         backward and bool(deterministic),
     )
@@ -308,7 +421,7 @@ def _attend(
         attention = getattr(_TRACED, _attribute(key))
     else:
         attention = _ATTENTIONS.get(key) or _derive(key)
-    values: dict[str, Any] = {"softmax_scale": softmax_scale, **packed}
+    values: dict[str, Any] = {"softmax_scale": softmax_scale, **given}
     if window:
         values["window"] = (left, right)
     if capped:
@@ -325,7 +438,7 @@ def _attend(
     if not return_attn_probs:
         return attention(q, k, v, **values)
     o, lse = attention(q, k, v, return_lse=True, **values)
-    if dropout_p == 0 or packed:
+    if dropout_p == 0 or given:
         return o, lse, q.new_empty(0)
     return o, lse, dropped_probabilities(q, k, causal=bool(causal), **values)
 
@@ -348,7 +461,7 @@ def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: Tenso
 
 def _derive(key: _Key) -> Attention:
     """The Attention of a key that no call had before, memoised."""
-    head_dim, dim_v, dtype, causal, window, softcap, alibi, dropout, varlen, backward, deterministic = key
+    head_dim, dim_v, dtype, causal, window, softcap, alibi, dropout, varlen, split_kv, backward, deterministic = key
     spec = AttentionSpec(
         head_dim=head_dim,
         head_dim_v=dim_v,
@@ -359,6 +472,7 @@ def _derive(key: _Key) -> Attention:
         alibi=alibi,
         dropout=dropout,
         varlen=varlen,
+        split_kv=split_kv,
         backward=backward,
         deterministic=deterministic,
     )

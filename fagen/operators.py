@@ -28,7 +28,8 @@ SECOND_DERIVATIVE = (
 
 _VALUES = (
     "str spec, str arch, float? softmax_scale, SymInt[]? window, float? dropout_p, Tensor?[] mod_tensors, "
-    "float[] mod_numbers, Tensor[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? philox_state"
+    "float[] mod_numbers, Tensor[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? num_splits, "
+    "Tensor? philox_state"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -59,10 +60,11 @@ def _values(
     packed: Sequence[torch.Tensor],
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    num_splits: int | None,
 ) -> Values:
     mods = tuple(number if tensor is None else tensor for tensor, number in zip(mod_tensors, mod_numbers, strict=True))
     sequences = Packed(tuple(packed), max_seqlen_q, max_seqlen_k) if packed else None
-    return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods, sequences)  # type: ignore[arg-type]
+    return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods, sequences, num_splits)  # type: ignore[arg-type]
 
 
 @torch.library.impl("fagen::forward", ("cpu", "cuda"))
@@ -149,7 +151,7 @@ def _gradients(
         )
         gradients = [gradient if need else None for gradient, need in zip(made, needed, strict=True)]
     lists = (_none_for(mod_tensors), _none_for(ctx.mod_numbers), _none_for(packed))
-    return (*gradients, *(None,) * 5, *lists, None, None, None)
+    return (*gradients, *(None,) * 5, *lists, *(None,) * 4)
 
 
 def _none_for(argument: Sequence[Any]) -> list[None] | None:

@@ -111,6 +111,7 @@ class Attention:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        num_splits: int | None = None,
         return_lse: Literal[False] = False,
         _poison: bool = False,
         **values_of_mods: Any,
@@ -134,6 +135,7 @@ class Attention:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        num_splits: int | None = None,
         return_lse: Literal[True],
         _poison: bool = False,
         **values_of_mods: Any,
@@ -156,6 +158,7 @@ class Attention:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        num_splits: int | None = None,
         return_lse: bool = False,
         _poison: bool = False,
         **values_of_mods: Any,
@@ -175,8 +178,11 @@ class Attention:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), with spec.varlen, for packed sequences: q (Tq, Hq, D), k and v
         (Tk, Hk, ...). Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and likewise of k and v; rows of
         no sequence are left out, and those of o and lse are not written. Nothing is read back to the host.
-        seqused_k: int32 (B,), with spec.varlen: how many keys of each sequence count, the first ones; default all.
+        seqused_k: int32 (B,), with spec.varlen or spec.split_kv: how many keys of each sequence count, the first ones;
+        default all.
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; without them Tq and Tk, which costs time.
+        num_splits: with spec.split_kv, into how many parts the keys are split, 1 to 128; default what keeps the card
+        busy.
         values_of_mods: by its argument, the value of any other score modification that the spec has.
 
         Returns o (B, Sq, Hq, Dv), with return_lse also lse (B, Hq, Sq) float32, natural logarithm, of the undropped
@@ -192,6 +198,7 @@ class Attention:
             return self._through_operators(
                 *(q, k, v, softmax_scale, softcap, window, alibi_slopes, dropout_p, seed),
                 self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
+                num_splits,
                 return_lse,
                 values_of_mods,
             )
@@ -212,6 +219,8 @@ class Attention:
             if packed is not None:
                 tensors += tuple([tensor for tensor in packed.tensors if tensor is not None])
                 values += (len(packed.tensors), max_seqlen_q, max_seqlen_k)
+        if num_splits is not None:
+            values += (num_splits,)
         call = self._recent.find(values, q, k, v, *tensors)
         if call is None:
             key = (*map(_described, (q, k, v, *tensors)), *values)
@@ -222,7 +231,7 @@ class Attention:
             if call is None:
                 if mods is None:
                     mods = self._mods(softcap, alibi_slopes, values_of_mods)
-                call = self._prepare(key, q, k, v, Values(softmax_scale, window, dropout_p, mods, packed))
+                call = self._prepare(key, q, k, v, Values(softmax_scale, window, dropout_p, mods, packed, num_splits))
             self._recent.note(call, values, q, k, v, *tensors)
         if not call.aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
@@ -270,13 +279,15 @@ class Attention:
         max_seqlen_q: int | None,
         max_seqlen_k: int | None,
     ) -> Packed | None:
-        """Where packed sequences lie; None for a spec that takes none."""
+        """Where packed sequences lie or which keys count; None where nothing says so."""
         check_given("varlen", "cu_seqlens_q", self._varlen, cu_seqlens_q)
         check_given("varlen", "cu_seqlens_k", self._varlen, cu_seqlens_k)
         if not self._varlen:
-            check_given("varlen", "seqused_k", False, seqused_k)
             check_given("varlen", "max_seqlen_q", False, max_seqlen_q)
             check_given("varlen", "max_seqlen_k", False, max_seqlen_k)
+            if self.spec.split_kv and seqused_k is not None:
+                return Packed((seqused_k,), None, None)
+            check_given("varlen", "seqused_k", False, seqused_k)
             return None
         tensors = (cu_seqlens_q, cu_seqlens_k) if seqused_k is None else (cu_seqlens_q, cu_seqlens_k, seqused_k)
         return Packed(tensors, max_seqlen_q, max_seqlen_k)
@@ -317,6 +328,7 @@ class Attention:
         dropout_p: float | None,
         seed: int | torch.Tensor | None,
         packed: Packed | None,
+        num_splits: int | None,
         return_lse: bool,
         others: dict[str, Any],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -352,6 +364,7 @@ class Attention:
             [] if packed is None else list(packed.tensors),
             None if packed is None else packed.max_seqlen_q,
             None if packed is None else packed.max_seqlen_k,
+            num_splits,
             state,
         )
         return (o, lse) if return_lse else o
@@ -369,6 +382,7 @@ class Attention:
     def _lookup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values) -> Call:
         """The prepared call for such tensors and values."""
         key = (*map(_described, (q, k, v, *values.mods)), values.softmax_scale, values.window, values.dropout_p)
+        key += (values.num_splits,)
         if values.packed is not None:
             key += (*map(_described, values.packed.tensors), values.packed.max_seqlen_q, values.packed.max_seqlen_k)
         try:

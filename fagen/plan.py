@@ -13,7 +13,7 @@ from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 
-Kind = Literal["fwd", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
+Kind = Literal["fwd", "combine", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
 Tile = TileConfig | HopperTile | BackwardTile | LinearTile
 
 
@@ -52,6 +52,30 @@ def _sizes(packed: bool, heads: str) -> tuple[Field, ...]:
         Field(heads, "int"),
         Field("group_size", "int", "query heads that share a head of k and v"),
     )
+
+
+_SPLITS = Field("splits", "int", "parts of the keys")
+_SPLIT_FORWARD_FIELDS = (
+    *_input_fields(False),
+    Field("o_partial", "float*", "(splits, B, heads of tiles, rows of a tile's heads, Dv)"),
+    Field("lse", "float*", "(splits, B, heads of tiles, rows of a tile's heads)"),
+    *_row_strides(False, "q", "k", "v"),
+    *_sizes(False, "heads_q"),
+    Field("seqused_k", "const int*", "(B,): how many keys of each batch entry count; or null: all"),
+    _SPLITS,
+)
+_COMBINE_FIELDS = (
+    Field("o_partial", "const float*", "(splits, rows, Dv), rows in the order of the first kernel"),
+    Field("lse_partial", "const float*", "(splits, rows)"),
+    Field("o", "u16*", "(B, Sq, Hq, Dv), strides in elements below"),
+    Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
+    *_row_strides(False, "o"),
+    Field("rows", "int", "B * Hq * Sq"),
+    Field("seqlen_q", "int"),
+    Field("heads_q", "int"),
+    Field("pack", "int", "query heads in a tile of the first kernel"),
+    _SPLITS,
+)
 
 
 def _forward_fields(packed: bool) -> tuple[Field, ...]:
@@ -190,6 +214,8 @@ class KernelPlan:
             return sm80.DELTA_PRIMITIVES
         if self.kind == "bwd_convert":
             return sm80.CONVERT_PRIMITIVES
+        if self.kind == "combine":
+            return sm80.COMBINE_PRIMITIVES
         family: tuple[str, ...] = sm80.PRIMITIVES
         if self.kind == "bwd" and not self.spec.deterministic:
             family = sm80.BACKWARD_PRIMITIVES
@@ -251,6 +277,8 @@ class KernelPlan:
             return ParamStruct(_delta_fields(packed))
         if self.kind == "bwd_convert":
             return ParamStruct(_convert_fields(packed))
+        if self.kind == "combine":
+            return ParamStruct(_COMBINE_FIELDS)
         mods = self.spec.mods
         fields = [field for mod in mods for field in mod.fields]
         if self.kind == "bwd":
@@ -259,7 +287,8 @@ class KernelPlan:
         elif self.kind == "bwd_dq":
             fields += [*_gradient_fields(packed), *_query_gradient_fields(packed)]
         else:
-            fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else _forward_fields(packed)
+            dense = _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed)
+            fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else dense
             if self.spec.backward:
                 fields += _stats_fields(packed, constant=False)
         if not (mods and mods[0].absorbs_scale):
@@ -280,6 +309,9 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
     hopper = arch.family == "sm90" and sm90.serves(spec)
     chosen: dict[Kind, Tile] = {"fwd": sm90.forward_tile(spec) if hopper else sm80.forward_tile(spec, arch)}
     specs: dict[Kind, AttentionSpec] = {}
+    if spec.split_kv:
+        chosen["combine"] = LinearTile(warps=4)
+        specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
         chosen["bwd"] = sm80.backward_tile(spec, arch)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile
+from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
 from fagen.call import (
     ALIGNMENT,
     STATS_ROWS,
@@ -27,7 +27,7 @@ from fagen.call import (
     strides_by_head,
 )
 from fagen.kernels import Kernel, Launch
-from fagen.schedule import heads_a_group
+from fagen.schedule import heads_a_group, splits
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import TensorMap
 
@@ -103,7 +103,12 @@ class Call:
         if spec.varlen:
             self._fields |= {"total_q": q.shape[0], "stats_rows": stats_shape(spec, sizes, q)[1]}
         # Tensors without elements may have the address 0, of which the copy engine reads nothing, not even zeros.
-        self._launch = None if sizes.trivial else self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
+        self._launch: Launch | None = None
+        if not (sizes.trivial or spec.split_kv):
+            self._launch = self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
+        self._combine: Launch | None = None
+        if spec.split_kv and not sizes.trivial:
+            self._launch, self._combine = self._split_launches(kernels(q.device), spec.dim_v)
         self._backwards: dict[Any, _Backward] = {}
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -135,7 +140,13 @@ class Call:
         stats = self._new_stats() if want_stats and self._new_stats is not None else None
         if poison:
             _poison(o, lse, stats)
-        if self._launch is not None:
+        if self._combine is not None and self._launch is not None:
+            o_partial, lse_partial = self._new_o_partial(), self._new_lse_partial()
+            if poison:
+                _poison(o_partial, lse_partial)
+            self._launch(q, k, v, o_partial, lse_partial, *self._extras(tensors, state))
+            self._combine(o_partial, lse_partial, o, lse)
+        elif self._launch is not None:
             outputs = (o, lse) if self._new_stats is None else (o, lse, stats)
             if self._extra_names:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
@@ -199,6 +210,28 @@ class Call:
         group = self._heads_a_group(tile, q.shape[3] + v.shape[3], blocks)
         fields = self._fields | {"tiles": tiles, "heads_a_group": group}
         return Launch(kernel, blocks, fields, (*maps, *outputs), maps)
+
+    def _split_launches(self, kernels: Mapping[str, Kernel], dim_v: int) -> tuple[Launch, Launch]:
+        """Those of the kernels where the keys are split, and the memory between them."""
+        sizes, tile = self._sizes, kernels["fwd"].plan.tile
+        assert isinstance(tile, TileConfig)
+        spec = kernels["fwd"].plan.spec
+        # As in common/place.j2: a tile has rows of all heads that share keys.
+        sharing = 1 if spec.dropout or spec.alibi else sizes.heads_q // sizes.heads_k
+        tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
+        parts = self.values.num_splits
+        if parts is None:
+            at_once = multiprocessors(self.device) * tile.blocks_per_sm
+            parts = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
+        rows = sizes.batch * sizes.heads_q * sizes.seqlen_q
+        self._new_o_partial = _allocator((parts, rows, dim_v), torch.float32, self.device)
+        self._new_lse_partial = _allocator((parts, rows), torch.float32, self.device)
+        fields = self._fields | {"splits": parts, "rows": rows, "pack": sharing}
+        combine, rows_a_block = kernels["combine"], kernels["combine"].plan.threads // 32
+        return (
+            Launch(kernels["fwd"], tiles * parts, fields, ("q", "k", "v", "o_partial", "lse", *self._extra_names)),
+            Launch(combine, -(-rows // rows_a_block), fields, ("o_partial", "lse_partial", "o", "lse")),
+        )
 
     def _heads_a_group(self, tile: HopperTile, columns: int, blocks: int) -> int:
         """`columns`: of keys and values together."""

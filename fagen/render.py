@@ -84,7 +84,7 @@ def _explain(error: jinja2.TemplateError) -> str:
 
 def _context(kernel: KernelPlan) -> dict[str, Any]:
     command = ["fagen", "show", *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
-    if kernel.spec.backward:
+    if kernel.spec.backward or kernel.spec.split_kv:  # then there are several kernels
         command += ["--kernel", kernel.kind]
     return {
         "kernel": kernel,

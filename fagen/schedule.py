@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from fagen.call import MOST_SPLITS
+
 L2_BYTES = 50 << 20  # of an H100 or H200
 _EVEN_ENOUGH = 1.02
 _MOST_TILES = 1 << 17  # beyond these so many rounds even out
@@ -45,3 +47,13 @@ def unevenness(lengths: torch.Tensor, heads: int, group: int, blocks: int) -> fl
     block = torch.where(rounds % 2 == 0, place, blocks - 1 - place)
     sums = torch.zeros(blocks, dtype=torch.float64).index_add_(0, block, length)
     return float(sums.max() / sums.mean())
+
+
+def splits(blocks: int, steps: int, at_once: int) -> int:
+    """Into how many parts to split the keys, so that `blocks` blocks of `steps` tiles of keys each take the least time
+    where `at_once` run at once: rounds of blocks times tiles of a part, and the fewest parts that reach it within 5%.
+    """
+    most = max(1, min(MOST_SPLITS, steps))
+    time = {n: -(-blocks * n // at_once) * -(-steps // n) for n in range(1, most + 1)}
+    best = min(time.values())
+    return next(n for n, taken in time.items() if taken <= 1.05 * best)

@@ -15,7 +15,6 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 _UNSERVED = {
     "bias": "no kernel adds a bias to the scores",
     "paged": "no kernel reads paged caches",
-    "split_kv": "no kernel splits the keys",
 }
 
 HeadDim = Annotated[int, Field(strict=True)]
@@ -85,6 +84,11 @@ class AttentionSpec(BaseModel):
         for name, reason in _UNSERVED.items():
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not served: {reason} in this version")
+        for name in ("backward", "varlen"):
+            if self.split_kv and getattr(self, name):
+                raise ValueError(
+                    f"split_kv=True with {name}=True is not served: keys are split in dense inference only"
+                )
         if self.deterministic and not self.backward:
             raise ValueError("deterministic=True is about gradients: it needs backward=True")
         for mod in self.mods if self.backward else ():
@@ -111,7 +115,7 @@ class AttentionSpec(BaseModel):
     def slug(self) -> str:
         """The spec as part of a file name: only what is on appears, `hdim128_bf16_causal_softcap`."""
         dims = [f"hdim{self.head_dim}"] + ([f"hdimv{self.head_dim_v}"] if self.head_dim_v is not None else [])
-        return "_".join([*dims, self.dtype, *self.features])
+        return "_".join([*dims, self.dtype, *(name.replace("_", "") for name in self.features)])
 
     def cli_flags(self) -> list[str]:
         """The command-line flags that name this spec: `["--head-dim", "128", "--causal"]`."""

@@ -233,6 +233,31 @@ VARLEN = [
     ),
 ]
 
+# Keys in parts: few queries and many keys, heads that share keys in one tile, and what forbids that.
+SPLIT = [
+    *_rows(
+        64,
+        _at(1, 1000, batch=2, **_heads(8, 2)),
+        _at(5, 333, **_heads(8, 1)),
+        _at(70, 200),
+        _at(16, 3),
+        _at(1, 700, **_heads(3, 3), layout="sliced"),
+        _large(1, 16384),
+        split_kv=True,
+    ),
+    *_rows(128, _at(3, 500, **_heads(8, 2)), _large(4, 5000), split_kv=True, causal=True, dtype="fp16"),
+    *_rows(
+        72,
+        _at(5, 400, **_heads(6, 2), window=(150, 9)),
+        _large(16, 3000, window=(700, 0)),
+        dv=40,
+        split_kv=True,
+        window=True,
+        softcap=True,
+    ),
+    *_rows(64, _at(5, 300, batch=2, **_heads(4, 2), **PER_BATCH), split_kv=True, causal=True, alibi=True, dropout=True),
+]
+
 CASES: list[Case] = [
     *HEAD_DIMS,
     *HEAD_DIMS_V,
@@ -244,6 +269,7 @@ CASES: list[Case] = [
     *ALIBI,
     *DROPOUT,
     *VARLEN,
+    *SPLIT,
     *PAIRS,
 ]
 

@@ -22,8 +22,8 @@ def _served(feature: str) -> bool:
     return True
 
 
-# What changes the result; gradients have flags of their own.
-FEATURES = tuple(name for name in feature_names() if _served(name) and name != "backward")
+# What changes the result and goes together; gradients have flags of their own, and keys are split without some others.
+FEATURES = tuple(name for name in feature_names() if _served(name) and name not in ("backward", "split_kv"))
 
 
 def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
@@ -31,12 +31,15 @@ def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
     dims = st.sampled_from(HEAD_DIMS)
     return st.fixed_dictionaries(
         {"head_dim": dims, "dtype": st.sampled_from(DTYPES)},
-        optional={"head_dim_v": st.none() | dims} | {name: st.booleans() for name in (*FEATURES, "backward")},
+        optional={"head_dim_v": st.none() | dims}
+        | {name: st.booleans() for name in (*FEATURES, "backward", "split_kv")},
     ).flatmap(_with_order)
 
 
 def _with_order(fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Where there are gradients, in a fixed order or in any."""
+    if fields.get("split_kv"):
+        return st.just(fields | {"backward": False, "varlen": False})
     if not fields.get("backward"):
         return st.just(fields)
     return st.booleans().map(lambda deterministic: fields | {"deterministic": deterministic})

@@ -185,7 +185,8 @@ def test_any_spec_has_a_tile_that_fits(spec: AttentionSpec, arch: Arch) -> None:
     called = spec.slug.replace("_deterministic", "")  # the forward is the same
     assert kernel.slug == f"fwd_{called}_{arch.name}" and kernel.entry == "fagen_fwd"
     order = ["bwd_dq"] if spec.deterministic else ["bwd_convert"]
-    assert [other.kind for other in others] == (["bwd_delta", "bwd", *order] if spec.backward else [])
+    rest = ["bwd_delta", "bwd", *order] if spec.backward else ["combine"] if spec.split_kv else []
+    assert [other.kind for other in others] == rest
     assert all(other.smem_bytes <= arch.smem_limit for other in others)
     # A tile of the backward reads whole tiles of rows of what the forward wrote.
     assert all(kernel.tile.tile_m % other.tile.tile_m == 0 for other in others if other.kind in ("bwd", "bwd_dq"))

@@ -65,11 +65,9 @@ def test_without_install() -> None:
     assert fagen.compat.flash_attn is module
 
 
-def test_caches_and_rotary_embeddings_are_refused() -> None:
+def test_rotary_embeddings_are_refused() -> None:
     from fagen.compat.flash_attn.layers.rotary import apply_rotary_emb
 
-    with pytest.raises(SpecError, match="flash_attn_with_kvcache is not served"):
-        flash_attn.flash_attn_with_kvcache(torch.zeros(1), causal=True)
     with pytest.raises(SpecError, match="apply_rotary_emb is not served"):
         apply_rotary_emb(torch.zeros(1))
 

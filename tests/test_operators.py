@@ -354,6 +354,7 @@ def operator_arguments(spec: AttentionSpec, **values: Any) -> tuple[Any, ...]:
         [],
         None,
         None,
+        None,
         state,
     )
 

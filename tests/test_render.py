@@ -47,6 +47,8 @@ GOLDEN_KERNELS = [
     *(("sm80", AttentionSpec(head_dim=72, **{mod.name: True})) for mod in MODS),
     ("sm90", AttentionSpec(head_dim=128, causal=True, backward=True)),
     ("sm90", AttentionSpec(head_dim=128, causal=True, varlen=True, backward=True)),
+    ("sm90", AttentionSpec(head_dim=128, causal=True, split_kv=True)),
+    ("sm80", AttentionSpec(head_dim=64, dtype="fp16", alibi=True, split_kv=True)),
     (
         "sm86",
         AttentionSpec(
@@ -75,6 +77,7 @@ TOKENS = {
     "causal": r"causal|diagonal|the longest first|int position",
     "window": r"window",
     "varlen": r"cu_seqlens",
+    "split_kv": r"splits?\b",
     "dropout": r"dropout|philox|random|keep_|undropped",
 } | {mod.name: mod.name for mod in MODS}
 TOKENS["softcap"] += r"|tanh|\bcap\b"
@@ -150,7 +153,7 @@ def test_features_that_are_off_leave_no_token(spec: AttentionSpec, arch: Arch) -
 
 
 def test_every_feature_has_its_tokens() -> None:
-    assert set(TOKENS) == set(FEATURES)
+    assert set(TOKENS) == {*FEATURES, "split_kv"}
 
 
 @settings(max_examples=30)

@@ -10,6 +10,7 @@ from fagen.spec import AttentionSpec
 PRIMITIVES = ("types", "shared", "global", "ldmatrix", "mma", "cp_async", "convert", "math")
 BACKWARD_PRIMITIVES = (*PRIMITIVES, "reduce")
 DELTA_PRIMITIVES = ("types", "global", "unpack")
+COMBINE_PRIMITIVES = ("types", "global", "convert", "math")
 CONVERT_PRIMITIVES = ("types", "shared", "global", "cp_async", "convert")
 
 ELEMENT_BYTES = 2

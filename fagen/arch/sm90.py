@@ -48,9 +48,10 @@ def serves(spec: AttentionSpec) -> bool:
     """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others.
 
     Dropout draws its numbers for 16 keys at a time from multiples of 16 on, and steps of a window start where it does.
-    Of packed sequences the copy engine would load and store rows of the next one too.
+    Of packed sequences the copy engine would load and store rows of the next one too, and few queries, for which keys
+    are split, would leave its tiles empty.
     """
-    return not (spec.varlen or (spec.window and spec.dropout))
+    return not (spec.varlen or spec.split_kv or (spec.window and spec.dropout))
 
 
 def forward_tile(spec: AttentionSpec) -> HopperTile:

@@ -60,6 +60,11 @@ static inline float ld_global_f32(const void* ptr, int line = __builtin_LINE()) 
     return v;
 }
 
+static inline void ld_global_f32x4(float (&v)[4], const void* ptr, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 16, false, line);
+    memcpy(v, ptr, 16);
+}
+
 static inline u32 ld_global_b32(const void* ptr, int line = __builtin_LINE()) {
     emu::check_global(*emu::current, ptr, 4, false, line);
     u32 v;

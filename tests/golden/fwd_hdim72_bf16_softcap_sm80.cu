@@ -56,6 +56,12 @@ __device__ __forceinline__ float ld_global_f32(const void* ptr) {
     return v;
 }
 
+__device__ __forceinline__ void ld_global_f32x4(float (&v)[4], const void* ptr) {
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "l"(ptr));
+}
+
 __device__ __forceinline__ u32 ld_global_b32(const void* ptr) {
     u32 v;
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(ptr));

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from fagen.errors import SpecError
 from fagen.interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -12,6 +11,7 @@ from fagen.interface import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 __all__ = [
@@ -26,14 +26,6 @@ __all__ = [
 ]
 
 USE_TRITON_ROCM = False
-
-
-def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises SpecError: caches are not in this version."""
-    raise SpecError(
-        "flash_attn_with_kvcache is not served: no kernel of this version reads or writes a key-value cache; "
-        "append to the cache and call flash_attn_func"
-    )
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:

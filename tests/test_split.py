@@ -1,0 +1,137 @@
+"""Keys in parts: the same o and lse for every number of parts, and nothing of the lengths on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fagen
+from fagen import reference, schedule
+from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
+from fagen.errors import SpecError
+from fagen.spec import AttentionSpec
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SPEC = AttentionSpec(head_dim=64, split_kv=True)
+
+
+def inputs(queries: int, keys: int, device: str = "cpu", batch: int = 3) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, queries, 8, 64), (batch, keys, 2, 64), (batch, keys, 2, 64))
+    return tuple(torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("features", [(), ("causal",), ("alibi",), ("window", "softcap")])
+def test_n15_every_number_of_parts(features: tuple[str, ...], device: str) -> None:
+    """N15, contiguous: Sq = 1, Hq = 8, Hk = 2, lengths 1, 17 and 3000 in one batch, what lies behind them NaN."""
+    q, k, v = inputs(1, 3000, device)
+    lengths = [1, 17, 3000]
+    for b, length in enumerate(lengths):
+        k[b, length:], v[b, length:] = torch.nan, torch.nan
+    values: dict[str, Any] = {"window": (1000, 0)} if "window" in features else {}
+    values |= {"softcap": 20.0} if "softcap" in features else {}
+    values |= {"alibi_slopes": torch.rand(8, device=device)} if "alibi" in features else {}
+    attention = fagen.load(SPEC.model_copy(update=dict.fromkeys(features, True)), emulate=device == "cpu")
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    each = [
+        reference.attention(q[b, None], k[b, None, :n], v[b, None, :n], causal="causal" in features, **values)
+        for b, n in enumerate(lengths)
+    ]
+    for parts in (None, 1, 2, 8, 128):
+        o, lse = attention(q, k, v, seqused_k=used, num_splits=parts, return_lse=True, _poison=True, **values)
+        assert compare_o(o, torch.cat([o for o, _ in each]), OUTPUT_BUDGET["bf16"]).passed
+        assert compare_lse(lse, torch.cat([lse for _, lse in each])).passed
+
+
+@pytest.mark.parametrize("queries", [1, 2, 16, 33])
+def test_heads_that_share_keys(queries: int) -> None:
+    """A tile has rows of four heads: causal positions are those of the row's own query, in any strides."""
+    q, k, v = inputs(queries, 100)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    attention = fagen.load(AttentionSpec(head_dim=64, split_kv=True, causal=True), emulate=True)
+    o, lse = attention(q, k, v, num_splits=3, return_lse=True, _poison=True)
+    expected_o, expected_lse = reference.attention(q, k, v, causal=True)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
+
+
+def test_n1_and_n3_in_parts() -> None:
+    """N1: rows that see nothing, lse in whole; N3: every score -8192."""
+    attention = fagen.load(AttentionSpec(head_dim=64, split_kv=True, causal=True), emulate=True)
+    _, k, v = inputs(4, 2)
+    o, lse = attention(torch.zeros(3, 4, 8, 64).bfloat16(), k, v, num_splits=2, return_lse=True, _poison=True)
+    assert not o[:, :2].any() and (lse[..., :2] == -torch.inf).all()
+    assert compare_lse(lse[..., 2:], torch.tensor([1.0, 2.0]).log().expand(3, 8, 2)).passed
+    q, k = torch.full((3, 1, 8, 64), 32.0).bfloat16(), torch.full((3, 16, 2, 64), -32.0).bfloat16()
+    _, _, v = inputs(1, 16)
+    o, lse = fagen.load(SPEC, emulate=True)(q, k, v, num_splits=2, return_lse=True, _poison=True)
+    mean = v.double().mean(1, keepdim=True).repeat_interleave(4, 2)
+    assert compare_o(o, mean, OUTPUT_BUDGET["bf16"]).passed
+    assert compare_lse(lse, torch.full((3, 8, 1), -8192 + torch.tensor(16.0).log().item())).passed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_splits": 0}, "num_splits=0 must be an integer from 1 to 128"),
+        ({"num_splits": 129}, "num_splits=129 must be"),
+        ({"num_splits": True}, "num_splits=True must be"),
+        ({"num_splits": 2.0}, "num_splits=2.0 must be"),
+        ({"seqused_k": torch.tensor([1, 2, 3])}, r"seqused_k must be an int32 tensor \(3,\) on cpu"),
+        ({"seqused_k": torch.tensor([1, 2], dtype=torch.int32)}, r"seqused_k must be an int32 tensor \(3,\)"),
+        ({"seqused_k": [1, 2, 3]}, "seqused_k must be an int32 tensor"),
+        ({"cu_seqlens_q": torch.zeros(4, dtype=torch.int32)}, "cu_seqlens_q is given, but .*varlen=True"),
+    ],
+)
+def test_values_that_mean_nothing(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        fagen.load(SPEC, emulate=True)(*inputs(1, 20), **change)
+
+
+def test_not_without_the_feature_nor_with_some() -> None:
+    with pytest.raises(SpecError, match=r"num_splits is given, but .*split_kv=True"):
+        fagen.load(AttentionSpec(head_dim=64), emulate=True)(*inputs(1, 20), num_splits=2)
+    for name in ("backward", "varlen"):
+        with pytest.raises(SpecError, match=f"split_kv=True with {name}=True is not served"):
+            AttentionSpec(head_dim=64, split_kv=True, **{name: True})
+
+
+@given(st.integers(1, 600), st.integers(1, 2000), st.integers(1, 300))
+def test_how_many_parts(blocks: int, steps: int, at_once: int) -> None:
+    """Within 5% of the best, and with fewer parts it would not be."""
+
+    def time(parts: int) -> int:
+        return -(-blocks * parts // at_once) * -(-steps // parts)
+
+    parts = schedule.splits(blocks, steps, at_once)
+    best = min(time(n) for n in range(1, min(128, steps) + 1))
+    assert 1 <= parts <= 128 and time(parts) <= 1.05 * best
+    assert all(time(n) > 1.05 * best for n in range(1, parts))
+
+
+def test_traced() -> None:
+    attention = fagen.load(SPEC, emulate=True)
+    q, k, v = inputs(2, 90)
+    used = torch.tensor([5, 90, 40], dtype=torch.int32)
+    compiled = torch.compile(lambda *x: attention(*x, seqused_k=used, num_splits=2), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), attention(q, k, v, seqused_k=used, num_splits=2))
+
+
+@pytest.mark.gpu
+def test_captured_with_lengths_that_change() -> None:
+    q, k, v = inputs(1, 4000, "cuda")
+    used = torch.full((3,), 4000, dtype=torch.int32, device="cuda")
+    attention = fagen.load(SPEC)
+    attention(q, k, v, seqused_k=used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(q, k, v, seqused_k=used)
+    for lengths in ([4000, 1, 300], [0, 17, 3999]):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        each = [reference.attention(q[b, None], k[b, None, :n], v[b, None, :n])[0] for b, n in enumerate(lengths)]
+        assert compare_o(o, torch.cat(each), OUTPUT_BUDGET["bf16"]).passed
