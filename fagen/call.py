@@ -62,12 +62,14 @@ def packed_tiles(sizes: Sizes, q: torch.Tensor, rows: int) -> int:
 class Packed(NamedTuple):
     """Where packed sequences lie, or which keys of a batch count. Of a prepared call the tensors are None."""
 
-    # With spec.varlen cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k; with spec.split_kv the last alone.
+    # With spec.varlen cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k; with spec.split_kv seqused_k, with
+    # spec.paged also block_table.
     tensors: tuple[torch.Tensor | None, ...]
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
 
+CACHE_TENSORS = ("seqused_k", "block_table")
 PACKED_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
@@ -136,9 +138,11 @@ def check_tensors(
     seqlen_q, heads_q, _ = q.shape[-3:]
     seqlen_k, heads_k, _ = k.shape[-3:]
     batch = 1 if spec.varlen else q.shape[0]
-    if not spec.varlen and (k.shape[0] != batch or v.shape[0] != batch):
+    if spec.paged:
+        seqlen_k = _paged_length(batch, k, v, packed)
+    elif not spec.varlen and (k.shape[0] != batch or v.shape[0] != batch):
         raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
-    if v.shape[-3] != seqlen_k or v.shape[-2] != heads_k:
+    if v.shape[-3] != k.shape[-3] or v.shape[-2] != heads_k:
         raise SpecError(
             f"k is {tuple(k.shape[:-1])} and v {tuple(v.shape[:-1])} in ({', '.join(dims[:-1])}): must be equal"
         )
@@ -146,6 +150,27 @@ def check_tensors(
         raise SpecError(f"{heads_q} query heads over {heads_k} key heads: the first must be a multiple of the second")
     sizes = Sizes(batch, seqlen_q, heads_q, seqlen_k, heads_k)
     return _packed_sizes(sizes, packed, q.device) if spec.varlen else sizes
+
+
+def _paged_length(batch: int, k: torch.Tensor, v: torch.Tensor, packed: Packed | None) -> int:
+    """How many keys a batch entry may have: those of all pages in its row of the block table."""
+    if packed is None or len(packed.tensors) < 2:
+        raise SpecError("the spec has paged=True: pass block_table=... and seqused_k=...")
+    table, size = packed.tensors[1], k.shape[1]
+    if (
+        not isinstance(table, torch.Tensor)
+        or (table.dtype, table.device, table.dim()) != (torch.int32, k.device, 2)
+        or table.shape[0] != batch
+        or table.stride(1) != 1
+    ):
+        raise SpecError(
+            f"block_table must be an int32 tensor ({batch}, pages) on {k.device}, contiguous in its last dimension"
+        )
+    if v.shape[0] != k.shape[0]:
+        raise SpecError(f"k has {k.shape[0]} pages and v {v.shape[0]}; they must be equal")
+    if size < 16 or size & (size - 1):
+        raise SpecError(f"k has pages of {size} keys; a power of two from 16 on is served")
+    return table.shape[1] * size
 
 
 def _packed_sizes(totals: Sizes, packed: Packed | None, device: torch.device) -> Sizes:
@@ -207,7 +232,9 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
             else:
                 made[name] = packed
         index += isinstance(value, torch.Tensor)
-    names = PACKED_TENSORS if spec.varlen else PACKED_TENSORS[2:] if spec.split_kv else ()
+    names = (
+        PACKED_TENSORS if spec.varlen else CACHE_TENSORS if spec.paged else CACHE_TENSORS[:1] if spec.split_kv else ()
+    )
     of_sequences = () if values.packed is None else values.packed.tensors
     if spec.split_kv and of_sequences:
         _check_used(of_sequences[0], sizes.batch, device)

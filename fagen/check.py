@@ -145,6 +145,10 @@ class Case:
         if self.spec.dropout or self.dropout_p is not None:
             call["dropout_p"] = 0.2 if self.dropout_p is None else self.dropout_p
             call["seed"] = self.seed
+        if self.spec.paged:
+            k, v, call["block_table"] = _in_pages(k, v, generator)
+        if self.spec.paged or self.spec.split_kv:
+            call["seqused_k"] = torch.full((self.batch,), self.seqlen_k, dtype=torch.int32, device=device)
         context = CallContext(
             batch=self.batch,
             heads_q=self.heads,
@@ -177,7 +181,11 @@ class Case:
         """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (Tq, Hq, Dv) and (Hq, Tq), in float64."""
         if self.spec.varlen:
             return reference.packed(inputs.q, inputs.k, inputs.v, causal=self.spec.causal, **_for_reference(inputs))
-        o, lse = reference.attention(inputs.q, inputs.k, inputs.v, causal=self.spec.causal, **inputs.call)
+        k, v = inputs.k, inputs.v
+        if self.spec.paged:
+            table = inputs.call["block_table"].long()
+            k, v = (x[table].flatten(1, 2)[:, : self.seqlen_k] for x in (k, v))
+        o, lse = reference.attention(inputs.q, k, v, causal=self.spec.causal, **_for_reference(inputs))
         return o, lse
 
     def reference_gradients(self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,8 +200,26 @@ def alibi_slopes_per_batch(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def _for_reference(inputs: Inputs) -> dict[str, Any]:
-    """The arguments of the call but for those that only save time."""
-    return {name: value for name, value in inputs.call.items() if not name.startswith("max_seqlen")}
+    """The arguments of the call but for those that only save time, or say where all keys are."""
+    packed = "cu_seqlens_q" in inputs.call
+    left_out = {"max_seqlen_q", "max_seqlen_k", "block_table"} | (set() if packed else {"seqused_k"})
+    return {name: value for name, value in inputs.call.items() if name not in left_out}
+
+
+def _in_pages(k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v (B, S, H, D) in pages of 16 keys in random order, (pages, 16, H, D), NaN where there is no key, and the
+    block table (B, pages of an entry)."""
+    batch, seqlen = k.shape[:2]
+    each = -(-seqlen // 16)
+    table = torch.randperm(batch * each + 1, generator=generator)[: batch * each].view(batch, each).to(k.device)
+    pages = []
+    for x in (k, v):
+        padded = x.new_full((batch, each * 16, *x.shape[2:]), math.nan)
+        padded[:, :seqlen] = x
+        made = x.new_full((batch * each + 1, 16, *x.shape[2:]), math.nan)
+        made[table.flatten()] = padded.view(batch * each, 16, *x.shape[2:])
+        pages.append(made)
+    return pages[0], pages[1], table.int()
 
 
 def _example_window(case: Case) -> tuple[int, int]:

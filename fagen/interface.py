@@ -32,9 +32,9 @@ __all__ = [
 
 _SPEC_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
-# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, varlen, split_kv, backward,
-# deterministic
-_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool, bool]
+# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, varlen, split_kv, paged,
+# backward, deterministic
+_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool]
 
 # One Attention for what calls of one kind derive: a lookup is all that a call pays for not naming its spec.
 _ATTENTIONS: dict[_Key, Attention] = {}
@@ -192,7 +192,7 @@ def flash_attn_varlen_func(
     Raises SpecError as `flash_attn_func`, and for a block_table.
     """
     if block_table is not None:
-        raise SpecError("block_table: no kernel reads paged caches in this version")
+        raise SpecError("block_table is not served with packed queries; flash_attn_with_kvcache takes it")
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise SpecError(
             f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
@@ -272,6 +272,8 @@ def flash_attn_with_kvcache(
     """Attention of a few new queries over a cache of keys and values, in parts that run beside each other.
 
     q: (B, Sq, Hq, D), k_cache: (B, Smax, Hk, D), v_cache: (B, Smax, Hk, Dv).
+    block_table: int32 (B, pages); the caches are then (pages of all, size of a page, Hk, ...), the size a power of two
+    from 16 on, and the keys of entry b from i * size on lie in page block_table[b, i].
     k, v: (B, Snew, Hk, ...), written to the caches behind the first cache_seqlens rows, and part of what q sees.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2): the rotary embedding of k, and of q at the positions of the new
     keys, or all at the first of them where there is neither causal nor a window; of (even, odd) pairs of columns with
@@ -282,15 +284,11 @@ def flash_attn_with_kvcache(
 
     Returns o (B, Sq, Hq, Dv); with return_softmax_lse (o, softmax_lse), (B, Hq, Sq).
 
-    Raises SpecError as `flash_attn_func`, and for block_table, cache_batch_idx and cache_leftpad.
+    Raises SpecError as `flash_attn_func`, and for cache_batch_idx and cache_leftpad.
     """
-    for name, value in (
-        ("block_table", block_table),
-        ("cache_batch_idx", cache_batch_idx),
-        ("cache_leftpad", cache_leftpad),
-    ):
+    for name, value in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if value is not None:
-            raise SpecError(f"{name} is not served: caches are contiguous, an entry for each of q, in this version")
+            raise SpecError(f"{name} is not served: entry b of q has entry b of the caches, from its first key on")
     if (k is None) != (v is None):
         raise SpecError("k and v go together: pass both, or neither")
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
@@ -311,6 +309,8 @@ def flash_attn_with_kvcache(
             )
     elif cache_seqlens is not None:
         used = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    if used is None and block_table is not None:
+        raise SpecError("block_table is given: pass cache_seqlens, how many keys each entry has")
     if k is not None and v is not None:
         if used is None:
             raise SpecError("k and v are given: pass cache_seqlens, the row of the caches where they go")
@@ -323,6 +323,9 @@ def flash_attn_with_kvcache(
             q = _rotated(q, rotary_cos, rotary_sin, used.long()[:, None] + of_queries, rotary_interleaved)
             k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
         entries = torch.arange(batch, device=device)[:, None]
+        if block_table is not None:
+            size = k_cache.shape[1]
+            entries, places = block_table.long()[entries, places // size], places % size
         k_cache[entries, places] = k
         v_cache[entries, places] = v
         used = used + k.shape[1]
@@ -340,7 +343,7 @@ def flash_attn_with_kvcache(
         alibi_slopes,
         False,
         return_softmax_lse,
-        {"seqused_k": used, "num_splits": num_splits or None},
+        {"seqused_k": used, "num_splits": num_splits or None, "block_table": block_table},
     )
     return result[:2] if return_softmax_lse else result
 
@@ -414,6 +417,7 @@ def _attend(
         dropout_p != 0,
         "cu_seqlens_q" in given,
         "num_splits" in given,
+        given.get("block_table") is not None,
         backward,
         backward and bool(deterministic),
     )
@@ -461,7 +465,21 @@ def dropped_probabilities(q: Tensor, k: Tensor, *, dropout_p: float, seed: Tenso
 
 def _derive(key: _Key) -> Attention:
     """The Attention of a key that no call had before, memoised."""
-    head_dim, dim_v, dtype, causal, window, softcap, alibi, dropout, varlen, split_kv, backward, deterministic = key
+    (
+        head_dim,
+        dim_v,
+        dtype,
+        causal,
+        window,
+        softcap,
+        alibi,
+        dropout,
+        varlen,
+        split_kv,
+        paged,
+        backward,
+        deterministic,
+    ) = key
     spec = AttentionSpec(
         head_dim=head_dim,
         head_dim_v=dim_v,
@@ -473,6 +491,7 @@ def _derive(key: _Key) -> Attention:
         dropout=dropout,
         varlen=varlen,
         split_kv=split_kv,
+        paged=paged,
         backward=backward,
         deterministic=deterministic,
     )

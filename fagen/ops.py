@@ -111,6 +111,7 @@ class Attention:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        block_table: torch.Tensor | None = None,
         num_splits: int | None = None,
         return_lse: Literal[False] = False,
         _poison: bool = False,
@@ -135,6 +136,7 @@ class Attention:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        block_table: torch.Tensor | None = None,
         num_splits: int | None = None,
         return_lse: Literal[True],
         _poison: bool = False,
@@ -158,6 +160,7 @@ class Attention:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        block_table: torch.Tensor | None = None,
         num_splits: int | None = None,
         return_lse: bool = False,
         _poison: bool = False,
@@ -181,6 +184,9 @@ class Attention:
         seqused_k: int32 (B,), with spec.varlen or spec.split_kv: how many keys of each sequence count, the first ones;
         default all.
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; without them Tq and Tk, which costs time.
+        block_table: int32 (B, pages), with spec.paged: k and v are then (pages of all, size of a page, Hk, ...), the
+        size a power of two from 16 on, and the keys of entry b from i * size on lie in page block_table[b, i]. Entries
+        and slots that seqused_k does not reach may hold anything.
         num_splits: with spec.split_kv, into how many parts the keys are split, 1 to 128; default what keeps the card
         busy.
         values_of_mods: by its argument, the value of any other score modification that the spec has.
@@ -197,7 +203,7 @@ class Attention:
                 raise SpecError("_poison is for plain tensors in eager mode")
             return self._through_operators(
                 *(q, k, v, softmax_scale, softcap, window, alibi_slopes, dropout_p, seed),
-                self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
+                self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table),
                 num_splits,
                 return_lse,
                 values_of_mods,
@@ -214,8 +220,11 @@ class Attention:
             mods = self._mods(softcap, alibi_slopes, values_of_mods)
             tensors = tuple([value for value in mods if isinstance(value, torch.Tensor)])
             values += tuple([None if isinstance(value, torch.Tensor) else value for value in mods])
-        if self._varlen or (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k) != (None,) * 5:
-            packed = self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+        if (
+            self._varlen
+            or (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table) != (None,) * 6
+        ):
+            packed = self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table)
             if packed is not None:
                 tensors += tuple([tensor for tensor in packed.tensors if tensor is not None])
                 values += (len(packed.tensors), max_seqlen_q, max_seqlen_k)
@@ -278,13 +287,18 @@ class Attention:
         seqused_k: torch.Tensor | None,
         max_seqlen_q: int | None,
         max_seqlen_k: int | None,
+        block_table: torch.Tensor | None,
     ) -> Packed | None:
         """Where packed sequences lie or which keys count; None where nothing says so."""
+        check_given("paged", "block_table", self.spec.paged, block_table)
         check_given("varlen", "cu_seqlens_q", self._varlen, cu_seqlens_q)
         check_given("varlen", "cu_seqlens_k", self._varlen, cu_seqlens_k)
         if not self._varlen:
             check_given("varlen", "max_seqlen_q", False, max_seqlen_q)
             check_given("varlen", "max_seqlen_k", False, max_seqlen_k)
+            if self.spec.paged:
+                check_given("paged", "seqused_k", True, seqused_k)
+                return Packed((seqused_k, block_table), None, None)
             if self.spec.split_kv and seqused_k is not None:
                 return Packed((seqused_k,), None, None)
             check_given("varlen", "seqused_k", False, seqused_k)

@@ -64,6 +64,13 @@ _SPLIT_FORWARD_FIELDS = (
     Field("seqused_k", "const int*", "(B,): how many keys of each batch entry count; or null: all"),
     _SPLITS,
 )
+_PAGE_FIELDS = (
+    Field(
+        "block_table", "const int*", "(B, pages of an entry): which page of k and v has the keys from page * size on"
+    ),
+    Field("block_table_stride", "i64"),
+    Field("page_shift", "int", "log2 of the size of a page"),
+)
 _COMBINE_FIELDS = (
     Field("o_partial", "const float*", "(splits, rows, Dv), rows in the order of the first kernel"),
     Field("lse_partial", "const float*", "(splits, rows)"),
@@ -287,6 +294,8 @@ class KernelPlan:
         elif self.kind == "bwd_dq":
             fields += [*_gradient_fields(packed), *_query_gradient_fields(packed)]
         else:
+            if self.spec.paged:
+                fields += _PAGE_FIELDS
             dense = _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed)
             fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else dense
             if self.spec.backward:

@@ -100,6 +100,11 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
+        if spec.paged and values.packed is not None and values.packed.tensors[1] is not None:
+            self._fields |= {
+                "block_table_stride": values.packed.tensors[1].stride(0),
+                "page_shift": k.shape[1].bit_length() - 1,
+            }
         if spec.varlen:
             self._fields |= {"total_q": q.shape[0], "stats_rows": stats_shape(spec, sizes, q)[1]}
         # Tensors without elements may have the address 0, of which the copy engine reads nothing, not even zeros.

@@ -14,7 +14,6 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
 
 _UNSERVED = {
     "bias": "no kernel adds a bias to the scores",
-    "paged": "no kernel reads paged caches",
 }
 
 HeadDim = Annotated[int, Field(strict=True)]
@@ -84,6 +83,8 @@ class AttentionSpec(BaseModel):
         for name, reason in _UNSERVED.items():
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not served: {reason} in this version")
+        if self.paged and not self.split_kv:
+            raise ValueError("paged=True needs split_kv=True: pages are of a cache that few queries read")
         for name in ("backward", "varlen"):
             if self.split_kv and getattr(self, name):
                 raise ValueError(

@@ -23,7 +23,7 @@ def _served(feature: str) -> bool:
 
 
 # What changes the result and goes together; gradients have flags of their own, and keys are split without some others.
-FEATURES = tuple(name for name in feature_names() if _served(name) and name not in ("backward", "split_kv"))
+FEATURES = tuple(name for name in feature_names() if _served(name) and name not in ("backward", "split_kv", "paged"))
 
 
 def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
@@ -32,7 +32,7 @@ def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {"head_dim": dims, "dtype": st.sampled_from(DTYPES)},
         optional={"head_dim_v": st.none() | dims}
-        | {name: st.booleans() for name in (*FEATURES, "backward", "split_kv")},
+        | {name: st.booleans() for name in (*FEATURES, "backward", "split_kv", "paged")},
     ).flatmap(_with_order)
 
 
@@ -40,6 +40,7 @@ def _with_order(fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Where there are gradients, in a fixed order or in any."""
     if fields.get("split_kv"):
         return st.just(fields | {"backward": False, "varlen": False})
+    fields = fields | {"paged": False}
     if not fields.get("backward"):
         return st.just(fields)
     return st.booleans().map(lambda deterministic: fields | {"deterministic": deterministic})

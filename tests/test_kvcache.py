@@ -111,10 +111,25 @@ def test_token_by_token_is_the_whole(device: str) -> None:
     assert compare_o(torch.cat(steps, 1), expected, OUTPUT_BUDGET["bf16"]).passed
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_token_by_token_in_pages(device: str) -> None:
+    """Pages that lie apart fill up one after the other, in the bits of a contiguous cache."""
+    q, new_k, new_v = (normal(2, 40, h, 64, seed=s, device=device) for h, s in ((4, 3), (2, 4), (2, 5)))
+    dense = [torch.full((2, 48, 2, 64), torch.nan, device=device).bfloat16() for _ in range(2)]
+    pages = [torch.full((9, 16, 2, 64), torch.nan, device=device).bfloat16() for _ in range(2)]
+    table = torch.tensor([[5, 0, 7], [8, 2, 3]], dtype=torch.int32, device=device)
+    for i in range(0, 40, 5):
+        at = slice(i, i + 5)
+        used = torch.full((2,), i, dtype=torch.int32, device=device)
+        new = {"k": new_k[:, at], "v": new_v[:, at], "cache_seqlens": used, "causal": True, "num_splits": 2}
+        o = fagen.flash_attn_with_kvcache(q[:, at], *pages, block_table=table, **new)
+        assert torch.equal(o, fagen.flash_attn_with_kvcache(q[:, at], *dense, **new))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_table": torch.zeros(3, 1)}, "block_table is not served"),
+        ({"block_table": torch.zeros(3, 1)}, "block_table is given: pass cache_seqlens"),
         ({"cache_batch_idx": torch.zeros(3)}, "cache_batch_idx is not served"),
         ({"cache_leftpad": torch.zeros(3)}, "cache_leftpad is not served"),
         ({"k": normal(3, 1, 2, 64)}, "k and v go together"),

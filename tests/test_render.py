@@ -49,6 +49,7 @@ GOLDEN_KERNELS = [
     ("sm90", AttentionSpec(head_dim=128, causal=True, varlen=True, backward=True)),
     ("sm90", AttentionSpec(head_dim=128, causal=True, split_kv=True)),
     ("sm80", AttentionSpec(head_dim=64, dtype="fp16", alibi=True, split_kv=True)),
+    ("sm90", AttentionSpec(head_dim=72, window=True, paged=True, split_kv=True)),
     (
         "sm86",
         AttentionSpec(
@@ -78,6 +79,7 @@ TOKENS = {
     "window": r"window",
     "varlen": r"cu_seqlens",
     "split_kv": r"splits?\b",
+    "paged": r"page|block_table",
     "dropout": r"dropout|philox|random|keep_|undropped",
 } | {mod.name: mod.name for mod in MODS}
 TOKENS["softcap"] += r"|tanh|\bcap\b"
@@ -153,7 +155,7 @@ def test_features_that_are_off_leave_no_token(spec: AttentionSpec, arch: Arch) -
 
 
 def test_every_feature_has_its_tokens() -> None:
-    assert set(TOKENS) == {*FEATURES, "split_kv"}
+    assert set(TOKENS) == {*FEATURES, "split_kv", "paged"}
 
 
 @settings(max_examples=30)

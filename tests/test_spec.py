@@ -52,7 +52,7 @@ def test_slug_is_a_file_name_that_shows_what_is_on(spec: AttentionSpec) -> None:
     words = spec.slug.split("_")
     assert spec.slug.replace("_", "").isalnum() and spec.slug == spec.slug.lower()
     assert words[0] == f"hdim{spec.head_dim}" and spec.dtype in words
-    names = (*FEATURES, "backward", "deterministic", "split_kv")
+    names = (*FEATURES, "backward", "deterministic", "split_kv", "paged")
     assert {name for name in names if name.replace("_", "") in words} == set(spec.features)
 
 

@@ -48,6 +48,65 @@ def test_n15_every_number_of_parts(features: tuple[str, ...], device: str) -> No
         assert compare_lse(lse, torch.cat([lse for _, lse in each])).passed
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [16, 64, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_n16_pages_in_any_order(causal: bool, size: int, device: str) -> None:
+    """N16 and more: the bits of a contiguous cache, NaN in all slots that hold no key, and no page of most entries."""
+    lengths = [1, 13, 130, 700]
+    count = -(-700 // size)
+    q, k, v = inputs(3, count * size, device, batch=4)
+    table = torch.full((4, count), 2**30, dtype=torch.int32)
+    order = torch.randperm(4 * count + 3, generator=torch.Generator().manual_seed(1)).tolist()
+    paged_k, paged_v = (torch.full((4 * count + 3, size, 2, 64), torch.nan).bfloat16().to(device) for _ in range(2))
+    for b, length in enumerate(lengths):
+        for i in range(-(-length // size)):
+            page = table[b, i] = order.pop()
+            keys = slice(i * size, min(length, (i + 1) * size))
+            for pages, dense in ((paged_k, k), (paged_v, v)):
+                pages[page, : keys.stop - keys.start] = dense[b, keys]
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    spec = SPEC.model_copy(update={"causal": causal})
+    dense = fagen.load(spec, emulate=device == "cpu")
+    paged = fagen.load(spec.model_copy(update={"paged": True}), emulate=device == "cpu")
+    for parts in (1, 4):
+        results = paged(
+            *(q, paged_k, paged_v),
+            block_table=table.to(device),
+            seqused_k=used,
+            num_splits=parts,
+            return_lse=True,
+            _poison=True,
+        )
+        expected = dense(q, k, v, seqused_k=used, num_splits=parts, return_lse=True)
+        for x, y in zip(results, expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": None}, "the spec has paged=True: pass block_table="),
+        ({"seqused_k": None}, "the spec has paged=True: pass seqused_k="),
+        ({"block_table": torch.zeros(2, 5)}, r"block_table must be an int32 tensor \(2, pages\) on cpu"),
+        ({"block_table": torch.zeros(3, 5, dtype=torch.int32)}, r"block_table must be an int32 tensor \(2, pages\)"),
+        ({"block_table": [[0]]}, "block_table must be an int32 tensor"),
+        ({"k": torch.zeros(9, 16, 2, 64).bfloat16()}, "k has 9 pages and v 8"),
+        ({"k": torch.zeros(8, 24, 2, 64).bfloat16(), "v": torch.zeros(8, 24, 2, 64).bfloat16()}, "pages of 24 keys"),
+        ({"k": torch.zeros(8, 8, 2, 64).bfloat16(), "v": torch.zeros(8, 8, 2, 64).bfloat16()}, "pages of 8 keys"),
+    ],
+)
+def test_what_pages_need(change: dict[str, Any], message: str) -> None:
+    attention = fagen.load(SPEC.model_copy(update={"paged": True}), emulate=True)
+    pages = torch.zeros(8, 16, 2, 64).bfloat16()
+    arguments = {"q": torch.zeros(2, 1, 8, 64).bfloat16(), "k": pages, "v": pages} | {
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seqused_k": torch.ones(2, dtype=torch.int32),
+    }
+    with pytest.raises(SpecError, match=message):
+        attention(**(arguments | change))
+
+
 @pytest.mark.parametrize("queries", [1, 2, 16, 33])
 def test_heads_that_share_keys(queries: int) -> None:
     """A tile has rows of four heads: causal positions are those of the row's own query, in any strides."""
@@ -95,6 +154,10 @@ def test_values_that_mean_nothing(change: dict[str, Any], message: str) -> None:
 def test_not_without_the_feature_nor_with_some() -> None:
     with pytest.raises(SpecError, match=r"num_splits is given, but .*split_kv=True"):
         fagen.load(AttentionSpec(head_dim=64), emulate=True)(*inputs(1, 20), num_splits=2)
+    with pytest.raises(SpecError, match=r"block_table is given, but .*paged=True"):
+        fagen.load(SPEC, emulate=True)(*inputs(1, 20), block_table=torch.zeros(3, 1, dtype=torch.int32))
+    with pytest.raises(SpecError, match="paged=True needs split_kv=True"):
+        AttentionSpec(head_dim=64, paged=True)
     for name in ("backward", "varlen"):
         with pytest.raises(SpecError, match=f"split_kv=True with {name}=True is not served"):
             AttentionSpec(head_dim=64, split_kv=True, **{name: True})
