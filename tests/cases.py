@@ -241,7 +241,7 @@ SPLIT = [
         _at(5, 333, **_heads(8, 1)),
         _at(70, 200),
         _at(16, 3),
-        _at(1, 700, **_heads(3, 3), layout="sliced"),
+        _at(1, 700, **_heads(24, 24), layout="sliced"),
         _large(1, 16384),
         split_kv=True,
     ),
