@@ -130,10 +130,10 @@ class Case:
         call: dict[str, Any] = {}
         seqlen_q, seqlen_k = self.seqlen_q, self.seqlen_k
         if self.spec.varlen:
-            seqlen_q, seqlen_k = (sum(lengths) for lengths in zip(*self.lengths, strict=True)) if self.batch else (0, 0)
-            begins = [[0, *accumulate(lengths)] for lengths in zip(*self.lengths, strict=True)] or [[0], [0]]
-            for name, ends in zip(("cu_seqlens_q", "cu_seqlens_k"), begins, strict=True):
-                call[name] = torch.tensor(ends, dtype=torch.int32, device=device)
+            of_q, of_k = zip(*self.lengths, strict=True) if self.batch else ((), ())
+            for name, lengths in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
+                call[name] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            seqlen_q, seqlen_k = sum(of_q), sum(of_k)
             call |= {"max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k}
         q = tensor(seqlen_q, self.heads, self.spec.head_dim)
         k = tensor(seqlen_k, self.heads_k, self.spec.head_dim)

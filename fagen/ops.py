@@ -222,7 +222,12 @@ class Attention:
             values += tuple([None if isinstance(value, torch.Tensor) else value for value in mods])
         if (
             self._varlen
-            or (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table) != (None,) * 6
+            or cu_seqlens_q is not None
+            or cu_seqlens_k is not None
+            or seqused_k is not None
+            or max_seqlen_q is not None
+            or max_seqlen_k is not None
+            or block_table is not None
         ):
             packed = self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table)
             if packed is not None:

@@ -243,6 +243,12 @@ class KernelPlan:
         return sm90.o_apart(self.spec, self.tile)
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether a tile has rows of all query heads that share a head of k and v, one position after the other: where
+        the keys are split, unless what the scores become depends on the head of a row."""
+        return self.spec.split_kv and not (self.spec.dropout or self.spec.alibi)
+
+    @property
     def o_columns(self) -> int:
         """Columns of O with their padding."""
         return sm80.padded(self.spec.dim_v)

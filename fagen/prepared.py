@@ -220,9 +220,7 @@ class Call:
         """Those of the kernels where the keys are split, and the memory between them."""
         sizes, tile = self._sizes, kernels["fwd"].plan.tile
         assert isinstance(tile, TileConfig)
-        spec = kernels["fwd"].plan.spec
-        # As in common/place.j2: a tile has rows of all heads that share keys.
-        sharing = 1 if spec.dropout or spec.alibi else sizes.heads_q // sizes.heads_k
+        sharing = sizes.heads_q // sizes.heads_k if kernels["fwd"].plan.shares_keys else 1
         tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
         parts = self.values.num_splits
         if parts is None:
@@ -315,7 +313,7 @@ class _Backward:
         inputs = ("q", "k", "v", "d_o", "stats", "delta")
         main = kernels["bwd"]
         # What packed sequences need where no keys are read, and where in the extras it is.
-        self._begins = [extra_names.index(name) for name in extra_names if name == "cu_seqlens_q"]
+        self._begins = [index for index, name in enumerate(extra_names) if name == "cu_seqlens_q"]
         begins = [extra_names[index] for index in self._begins]
         self._packed = bool(begins)
         self._deterministic = "bwd_dq" in kernels
