@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from fagen import toolchain
+from fagen import ops, toolchain
 from fagen.bench import compile as compile_bench
 from fagen.bench import contestants, goals, plot
+from fagen.bench import decode as decode_bench
 from fagen.bench import speed as speed_bench
 from fagen.bench.compile import CompileReport, Job, Timing
 from fagen.bench.contestants import CUDNN, FA2, FLEX
-from fagen.bench.speed import CUDNN_PLAIN, OURS, PLAIN, Result, Row, SpeedReport
+from fagen.bench.results import OURS, Machine
+from fagen.bench.speed import CUDNN_PLAIN, PLAIN, Result, Row, SpeedReport
 from fagen.cli import main
 from fagen.errors import BuildError, SpecError, ToolchainError
 from fagen.spec import AttentionSpec
@@ -205,6 +207,9 @@ def test_a_goal_with_softcap_moves_with_cudnn_without_it() -> None:
     assert capped.to_cudnn(OURS) == pytest.approx(500 / 523 / 0.9)
 
 
+MACHINE = Machine("NVIDIA H200", "sm90", "2.13.0", "CUDA 13.0")
+
+
 def forward_report() -> SpeedReport:
     failed = {FLEX: "RuntimeError: out of shared memory"}
     results = (
@@ -220,7 +225,7 @@ def forward_report() -> SpeedReport:
             matmul=720.0,
         ),
     )
-    return SpeedReport("NVIDIA H200", "sm90", "2.13.0", "CUDA 13.0", results, {OURS: 12.34, "SDPA": 17.0})
+    return SpeedReport(MACHINE, results, {OURS: 12.34, "SDPA": 17.0})
 
 
 def test_forward_markdown() -> None:
@@ -294,6 +299,221 @@ def test_a_row_without_a_kernel_of_fagens_fails_the_command(
     assert main(["bench", "--forward", "--no-flex"]) == 1
     captured = capsys.readouterr()
     assert "500" in captured.out and "fagen failed in 1 of 1 rows; d128 causal 4k: BuildError: no" in captured.err
+
+
+# Decoding
+
+
+def test_decode_rows() -> None:
+    rows = decode_bench.rows()
+    assert [row.name for row in rows] == list(goals.DECODE)
+    assert rows[0].kv_bytes == 2 * 16384 * 8 * 128 * 2 and rows[0].bytes == rows[0].kv_bytes + 2 * 32 * 128 * 2
+    for row, faster in zip(rows, (31.6 / 24, 4.0 / 3.86, 4.28 / 4.27, 4.28 / 4.29), strict=True):
+        assert row.spec == AttentionSpec(head_dim=128, split_kv=True)
+        result = decode_bench.Result(row, {OURS: 3.0, CUDNN: 4.0})
+        assert result.goal == pytest.approx(4.0 * faster) and result.goal_ratio == pytest.approx(0.75 / faster)
+    # The reference of the first row is the time that a call took.
+    reference = rows[0].reference
+    assert reference and rows[0].bytes / reference.cudnn / 1e6 == pytest.approx(31.6, rel=1e-3)
+
+
+def test_decode_grid() -> None:
+    rows = decode_bench.grid()
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.batch for row in rows} == {1, 16, 128} and len({(row.heads, row.heads_k) for row in rows}) == 3
+    assert {row.keys for row in rows} >= {256, 131072} and {row.name for row in rows} >= {*goals.DECODE}
+    assert all(row.kv_bytes < 9e9 and row.keys % decode_bench.PAGE == 0 for row in rows)
+    assert "B=1 256 keys 16/16 heads" in {row.name for row in rows}
+
+
+@pytest.mark.parametrize("row", [*decode_bench.grid(), decode_bench.Row(1, 256, 8, 1)], ids=lambda row: row.name)
+def test_keys_come_from_memory_and_a_replay_takes_long(row: decode_bench.Row) -> None:
+    """Between two readings of the same keys four caches go by, also from one replay of a graph to the next."""
+    cache = 50 << 20
+    copies = row.copies(cache)
+    calls = row.calls(copies)
+    assert calls % copies == 0 and copies * row.kv_bytes >= 4 * cache
+    assert copies == 1 or (copies - 1) * row.kv_bytes < 4 * cache
+    assert calls >= 20 or calls * row.kv_bytes >= 4e9
+
+
+SMALL_DECODE = decode_bench.Row(2, 512, 4, 2)
+
+
+def emulated(spec: AttentionSpec, arch: str | None) -> Any:
+    return ops.load(spec, arch=arch, emulate=True)
+
+
+def test_everyone_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys in one part, in several and in pages whose order is random."""
+    monkeypatch.setattr(speed_bench, "load", emulated)
+    against = [contestant for contestant in contestants.decoders() if contestant.key == "fa2"]
+    makers = decode_bench._makers(SMALL_DECODE, against, "sm80")
+    assert list(makers) == [OURS, decode_bench.ONE_PART, decode_bench.PAGED, FA2, decode_bench.COPY]
+    tensors = decode_bench._inputs(SMALL_DECODE, 1, "cpu")[0]
+    _, outputs, failures = speed_bench.first_calls(makers, tensors)
+    assert not failures
+    assert torch.equal(outputs[decode_bench.COPY], torch.cat([x.flatten() for x in tensors[1:]]))
+    for name in (OURS, decode_bench.ONE_PART, decode_bench.PAGED):
+        assert outputs[name].shape == (2, 1, 4, 128)
+        difference, other = speed_bench.differences(outputs, [name], [CUDNN, FA2])
+        assert difference is not None and difference < 1e-2 and other == FA2
+
+
+def test_pages_lie_in_random_order() -> None:
+    _, k, v = decode_bench._inputs(SMALL_DECODE, 1, "cpu")[0]
+    pages_k, pages_v, named = decode_bench._in_pages(k, v)
+    table = named["block_table"]
+    assert not torch.equal(table.flatten(), torch.arange(4)) and named["seqused_k"].tolist() == [512, 512]
+    for pages, x in ((pages_k, k), (pages_v, v)):
+        assert torch.equal(pages[table.long()].flatten(1, 2), x)
+
+
+def test_copies_of_the_inputs_are_apart() -> None:
+    first, second = decode_bench._inputs(SMALL_DECODE, 2, "cpu")
+    for a, b in zip(first[1:], second[1:], strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+def test_packages_decode_from_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text(
+        "def flash_attn_with_kvcache(q, k_cache, v_cache, causal=True):\n    return None if causal else q + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    (fa3,) = contestants.choose(["fa3"], among=contestants.decoders())
+    q, k, v = qkv()
+    assert torch.equal(fa3.make(q, k, v, False, None)(), q + 1)
+    del sys.modules["flash_attn_interface"]
+    with pytest.raises(SpecError, match="'flex' is none of: fa2, cudnn, flash-attn, fa3"):
+        contestants.choose(["flex"], among=contestants.decoders())
+
+
+class FakeProperties:
+    L2_cache_size = 1 << 20
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, against: list[contestants.Contestant], make_ours: Callable[..., Any]
+) -> tuple[decode_bench.Result, dict[str, list[Any]]]:
+    """A row measured without a card: a graph's replay takes 8 us for each of its calls. And what each replay holds."""
+    captured: dict[str, list[Any]] = {}
+
+    def capture(calls: list[Any], count: int) -> Callable[[], Any]:
+        assert count % len(calls) == 0
+        captured[f"{len(captured)}"] = [calls[index % len(calls)]() for index in range(count)]
+        return lambda: count
+
+    def turns(graphs: dict[str, Callable[[], Any]], samples: int) -> dict[str, float]:
+        return {name: 8e-6 * replay() for name, replay in graphs.items()}
+
+    inputs = decode_bench._inputs
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeProperties)
+    monkeypatch.setattr(decode_bench, "_inputs", lambda row, copies, device: inputs(row, copies, "cpu"))
+    monkeypatch.setattr(decode_bench, "_captured", capture)
+    monkeypatch.setattr(speed_bench, "take_turns", turns)
+    monkeypatch.setattr(speed_bench, "load", lambda spec, arch: make_ours)
+    return decode_bench.measure(SMALL_DECODE, against=against), captured
+
+
+def test_a_row_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are of the bytes that a call moves, and cuDNN's output is the one that all are compared with."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> torch.Tensor:
+        return (1.25 if "block_table" in named else 1.0) * q
+
+    def fails(*_: Any) -> Callable[[], Any]:
+        raise RuntimeError("no such kernel")
+
+    against = [
+        contestants.Contestant("fa2", FA2, False, lambda q, *_: lambda: 9 * q),
+        contestants.Contestant("cudnn", CUDNN, False, lambda q, *_: lambda: q),
+        contestants.Contestant("fa3", "FA3", False, fails),
+    ]
+    result, captured = measured(monkeypatch, against, ours)
+    kv_bytes = 2 * 2 * 512 * 2 * 128 * 2
+    assert result.rates[OURS] == pytest.approx((kv_bytes + 2 * 2 * 4 * 128 * 2) / 8e6)
+    assert result.rates[decode_bench.COPY] == pytest.approx(2 * kv_bytes / 8e6)
+    assert result.microseconds(CUDNN) == pytest.approx(8) and result.to_cudnn(FA2) == pytest.approx(1)
+    assert result.share_of_copy == pytest.approx(0.5, rel=0.01)
+    assert result.rates["FA3"] is None and result.failures == {"FA3": "RuntimeError: no such kernel"}
+    # The largest of fagen's three, here that of the pages, and of cuDNN's though FA2's comes first.
+    assert result.difference == pytest.approx(0.25, rel=1e-2) and result.compared_with == CUDNN
+    assert {len(outputs) for outputs in captured.values()} == {20} and len(captured) == 6
+
+
+def test_nan_is_a_difference() -> None:
+    outputs = {OURS: torch.ones(3), decode_bench.PAGED: torch.full((3,), torch.nan), CUDNN: torch.ones(3)}
+    difference, _ = speed_bench.differences(outputs, [OURS, decode_bench.PAGED], [CUDNN])
+    assert difference is not None and difference != difference
+
+
+def decode_report() -> decode_bench.DecodeReport:
+    first, other = decode_bench.rows()[0], decode_bench.Row(1, 256, 16, 16)
+    rates: dict[str, float | None] = {OURS: first.bytes / 25e6, CUDNN: first.bytes / 30e6, FA2: first.bytes / 40e6}
+    rates |= {decode_bench.ONE_PART: first.bytes / 600e6, decode_bench.COPY: 4.0}
+    results = (
+        decode_bench.Result(first, rates, 1.5e-3, CUDNN),
+        decode_bench.Result(other, {OURS: 0.5, CUDNN: None}, failures={CUDNN: "RuntimeError: no engine"}),
+    )
+    return decode_bench.DecodeReport(MACHINE, results, {"fwd": 100 << 10, "combine": 0})
+
+
+def test_decode_markdown() -> None:
+    text = decode_bench.markdown(decode_report(), date="2026-01-02", command="fagen bench --decode --markdown")
+    lines = text.splitlines()
+    assert lines[0].endswith("driver for CUDA 13.0: `fagen bench --decode --markdown`")
+    assert "a block: fwd 100.0 KiB." in lines[2] and "scaled by cuDNN" in lines[2]
+    times, rates = (index for index, line in enumerate(lines) if line.startswith("| decode"))
+    assert lines[times] == "| decode, us | fagen | fagen num_splits=1 | FA2 | cuDNN |"
+    assert lines[times + 2] == "| B=1 16k keys | 25.0 (1.20) | 600.0 (0.05) | 40.0 (0.75) | 30.0 |"
+    assert lines[times + 3] == "| B=1 256 keys 16/16 heads | 4.2 | - | - | - |"
+    assert lines[rates] == (
+        "| decode, TB/s | fagen | fagen num_splits=1 | FA2 | cuDNN | copy | fagen / FA3 scaled | fagen / goal "
+        "| of copy | difference |"
+    )
+    assert lines[rates + 2] == "| B=1 16k keys | 2.69 | 0.11 | 1.68 | 2.24 | 4.00 | 1.22 | 0.91 | 67 % | 1.5e-03 |"
+    assert lines[rates + 3] == "| B=1 256 keys 16/16 heads | 0.50 | - | - | - | - | - | - | - | - |"
+
+
+@pytest.mark.parametrize("form", [[], ["--markdown"], ["--json"]])
+def test_decode_command(form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: dict[str, Any] = {}
+
+    def run(rows: list[decode_bench.Row], **named: Any) -> decode_bench.DecodeReport:
+        asked.update(named, rows=rows)
+        return decode_report()
+
+    monkeypatch.setattr(decode_bench, "run", run)
+    arguments = ["--rows", "16k", "--arch", "9.0", "--repeats", "4", "--against", "cudnn,fa2"]
+    assert main(["bench", "--decode", *arguments, *form]) == 0
+    assert [row.name for row in asked["rows"]] == ["B=1 16k keys", "B=16 16k keys"]
+    assert asked["arch"] == "sm90" and asked["samples"] == 4
+    assert [contestant.name for contestant in asked["against"]] == [FA2, CUDNN]
+    captured = capsys.readouterr()
+    assert captured.err.count("cuDNN failed in 1 of 2 rows; B=1 256 keys 16/16 heads: RuntimeError: no engine") == 1
+    if form == ["--json"]:
+        document = json.loads(captured.out)
+        first, other = document["rows"]
+        assert document["card"] == "NVIDIA H200" and document["smem_bytes"] == {"fwd": 102400, "combine": 0}
+        assert first["us"][OURS] == pytest.approx(25) and "copy" not in first["us"] and first["tbps"]["copy"] == 4.0
+        assert first["goal_ratio"] == pytest.approx(24 / 31.6 * 30 / 25) and first["heads_k"] == 8
+        assert other["failures"] == {CUDNN: "RuntimeError: no engine"} and other["goal_tbps"] is None
+    else:
+        assert "B=1 16k keys" in captured.out and "25.0 (1.20)" in captured.out and "67 %" in captured.out
+
+
+def test_decode_grid_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[decode_bench.Row] = []
+
+    def run(rows: list[decode_bench.Row], **_: Any) -> decode_bench.DecodeReport:
+        asked.extend(rows)
+        failed = dataclasses.replace(decode_report().results[0], failures={OURS: "LaunchError: no"})
+        return dataclasses.replace(decode_report(), results=(failed,))
+
+    monkeypatch.setattr(decode_bench, "run", run)
+    assert main(["bench", "--decode", "--grid", "--rows", "B=128 "]) == 1
+    assert asked == [row for row in decode_bench.grid() if row.batch == 128]
 
 
 # Contestants
@@ -390,10 +610,10 @@ def test_a_contestant_that_fails_leaves_the_others(backward: bool) -> None:
         OURS: lambda *qkv: lambda: attention(*qkv, causal=True, cap=None),
         FA2: lambda *qkv: make("fa2")(*qkv, True, None),
     }
-    calls, outputs, failures = speed_bench._first_calls(makers, tensors)
+    calls, outputs, failures = speed_bench.first_calls(makers, tensors)
     assert list(calls) == list(outputs) == [OURS, FA2]
     assert failures["import"] == "ImportError: undefined symbol" and failures["call"].startswith("AttributeError: ")
-    difference, other = speed_bench._difference(outputs)
+    difference, other = speed_bench.differences(outputs, [OURS], [FA2])
     assert difference is not None and 0 <= difference < 1e-5 and other == FA2
     assert torch.equal(calls[FA2](), outputs[FA2]) and outputs[FA2].shape == tensors[0].shape
 
@@ -510,11 +730,15 @@ def test_a_plot_without_matplotlib_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compile", "--forward"], "--compile, --forward or --backward"),
+        (["--compile", "--forward"], "--compile, --forward, --backward or --decode"),
         (["--forward", "--rows", "d96"], "matches none of: d64 full 16k"),
         (["--forward", "--markdown", "--json"], "exclude each other"),
         (["--forward", "--against", "fa2,fa5"], "'fa5' is none of: fa2, cudnn"),
         (["--compile", "--no-flex"], "belong to --forward and --backward"),
+        (["--compile", "--against", "fa2"], "belongs to --forward, --backward and --decode"),
+        (["--decode", "--plot", "speed.png"], "belong to --forward and --backward"),
+        (["--decode", "--against", "flex"], "'flex' is none of: fa2, cudnn, flash-attn, fa3"),
+        (["--forward", "--grid"], "--grid belongs to --decode"),
         (["--compile", "--arch", "sm42"], "unknown architecture"),
     ],
 )
@@ -523,8 +747,9 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_forward_without_a_gpu_says_so() -> None:
-    program = "import sys; from fagen.cli import main; sys.exit(main(['bench', '--forward']))"
+@pytest.mark.parametrize("what", ["--forward", "--decode"])
+def test_without_a_gpu_it_says_so(what: str) -> None:
+    program = f"import sys; from fagen.cli import main; sys.exit(main(['bench', '{what}']))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -544,9 +769,9 @@ def test_a_tiny_row_on_the_gpu(softcap: bool, backward: bool) -> None:
     row = Row(64, True, 256, softcap, backward, tokens=1024, width=128)
     report = speed_bench.run([row], against=against, samples=3)
     (result,) = report.results
-    assert result.tflops[OURS] and report.card and report.arch.startswith("sm")
+    assert result.rates[OURS] and report.machine.card and report.machine.arch.startswith("sm")
     assert {f"{OURS}{suffix}" for suffix in ("", " under autograd", " forward and backward")} < set(report.host_us)
-    assert result.tflops[FLEX] and FLEX not in result.failures
+    assert result.rates[FLEX] and FLEX not in result.failures
     assert result.matmul and result.share_of_matmul and result.goal is None
     assert result.ratio(PLAIN if softcap else FA2)
     assert result.compared_with == (FLEX if softcap else FA2)
@@ -566,7 +791,28 @@ def test_each_contestant_on_the_gpu_computes_the_same() -> None:
             for tensor in tensors:
                 tensor.requires_grad_(backward)
             makers = speed_bench._makers(Row(64, True, 256, softcap, backward), contestants.choose(), None)
-            _, outputs, _ = speed_bench._first_calls(makers, tensors)
+            _, outputs, _ = speed_bench.first_calls(makers, tensors)
             for name, output in outputs.items():
                 if name not in (PLAIN, CUDNN_PLAIN):
                     torch.testing.assert_close(output, outputs[OURS], rtol=3e-2, atol=3e-2, msg=name)
+
+
+@pytest.mark.gpu
+def test_a_tiny_row_of_decoding_on_the_gpu() -> None:
+    """Replayed graphs compute what the calls did."""
+    against = contestants.choose(["fa2", "cudnn"], among=contestants.decoders())
+    report = decode_bench.run([decode_bench.Row(2, 1024)], against=against, samples=3)
+    (result,) = report.results
+    assert not result.failures and report.smem_bytes["fwd"] > 0
+    assert all(result.rates.values()) and result.share_of_copy
+    assert result.difference is not None and result.difference < 1e-2 and result.compared_with == CUDNN
+    assert decode_bench.markdown(report, date="today", command="fagen bench --decode")
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_makes_every_call() -> None:
+    values = [torch.zeros(1, device="cuda") for _ in range(3)]
+    replay = decode_bench._captured([lambda x=x: x.add_(1) for x in values], 6)
+    replay(), replay()
+    torch.cuda.synchronize()
+    assert [x.item() for x in values] == [4.0] * 3

@@ -396,7 +396,7 @@ def test_check_refuses_sizes_that_cannot_be(run: Fagen) -> None:
         (["build"], 2, "--head-dim"),
         (["buidl"], 2, "Did you mean 'build'?"),
         (["show", "surplus", "--head-dim", "64"], 2, "surplus"),
-        (["bench"], 2, "--compile, --forward or --backward"),
+        (["bench"], 2, "--compile, --forward, --backward or --decode"),
     ],
 )
 def test_bad_input_is_one_clear_error(run: Fagen, arguments: list[str], code: int, message: str) -> None:

@@ -48,12 +48,28 @@ def everyone() -> tuple[Contestant, ...]:
     )
 
 
-def choose(names: Sequence[str] | None = None, *, flex: bool = True) -> tuple[Contestant, ...]:
-    """Those that `names` names, by default all that are installed; `flex=False` leaves out FlexAttention.
+def decoders() -> tuple[Contestant, ...]:
+    """Those for few queries over many keys, whose heads several of the queries' share: none has a softcap here."""
+    cached = "flash_attn_with_kvcache"
+    return (
+        Contestant("fa2", FA2, False, _sdpa("FLASH_ATTENTION")),
+        Contestant("cudnn", CUDNN, False, _sdpa("CUDNN_ATTENTION")),
+        Contestant(
+            "flash-attn", "flash-attn", False, _package("flash_attn", cached), "flash_attn.flash_attn_interface"
+        ),
+        Contestant("fa3", "FA3", False, _package("flash_attn_interface", cached), "flash_attn_interface"),
+    )
+
+
+def choose(
+    names: Sequence[str] | None = None, *, flex: bool = True, among: Sequence[Contestant] | None = None
+) -> tuple[Contestant, ...]:
+    """Those that `names` names, by default all of `among` (by default everyone) that are installed; `flex=False` leaves
+    out FlexAttention.
 
     Raises SpecError for a name that nothing has, and for one whose package is not installed.
     """
-    known = {contestant.key: contestant for contestant in everyone()}
+    known = {contestant.key: contestant for contestant in (everyone() if among is None else among)}
     if names is None:
         chosen = [contestant for contestant in known.values() if installed(contestant.module)]
     else:
@@ -87,10 +103,12 @@ def _sdpa(backend: str) -> Make:
             raise ValueError(f"{backend} has no softcap")
         q1, k1, v1 = (x.transpose(1, 2) for x in (q, k, v))
         chosen = getattr(SDPBackend, backend)
+        grouped = q.shape[2] != k.shape[2]
 
         def call() -> Tensor:
             with sdpa_kernel(chosen):
-                return torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, is_causal=causal).transpose(1, 2)
+                o = torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, is_causal=causal, enable_gqa=grouped)
+            return o.transpose(1, 2)
 
         return call
 
@@ -124,11 +142,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None) 
     return call
 
 
-def _package(module: str) -> Make:
-    """`flash_attn_func` of one of flash-attention's packages."""
+def _package(module: str, function_name: str = "flash_attn_func") -> Make:
+    """A function of one of flash-attention's packages."""
 
     def make(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None) -> Call:
-        function = importlib.import_module(module).flash_attn_func
+        function = getattr(importlib.import_module(module), function_name)
         named: dict[str, Any] = {"causal": causal} if softcap is None else {"causal": causal, "softcap": softcap}
 
         def call() -> Tensor:

@@ -1,8 +1,9 @@
 """What the rows of the speed tables are to reach.
 
-The figures are from one run on one H200: bf16, 16384 tokens, heads * d = 2048, TFLOP/s, medians of CUDA-event timings
-on random data. A card's clocks differ from day to day; a ratio to PyTorch's cuDNN backend in the same run holds, so
-every figure here counts as a multiple of what cuDNN reached beside it.
+The figures are from one run on one H200 in bf16, medians of CUDA-event timings on random data: forward and backward
+TFLOP/s of 16384 tokens, heads * d = 2048; decoding TB/s of calls replayed as a CUDA graph. A card's clocks differ from
+day to day; a ratio to PyTorch's cuDNN backend in the same run holds, so every figure here counts as a multiple of what
+cuDNN reached beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reference:
-    """TFLOP/s of FlashAttention-3, of cuDNN in the same run (for a row with softcap, which cuDNN lacks: on the same
+    """The rate of FlashAttention-3, of cuDNN in the same run (for a row with softcap, which cuDNN lacks: on the same
     row without), and the goal that was set from that run."""
 
     fa3: float
@@ -51,4 +52,12 @@ BACKWARD = {
     "d128 causal 16k": Reference(577, 526, 610),
     "d256 causal 16k": Reference(427, 381, 435),
     "d128 causal 16k softcap": Reference(484, 526, 520),
+}
+
+DECODE = {
+    # 67.1 MB in 32.0, 31.6 and 24 us
+    "B=1 16k keys": Reference(67.1 / 32.0, 67.1 / 31.6, 67.1 / 24),
+    "B=1 128k keys": Reference(3.79, 3.86, 4.0),
+    "B=16 16k keys": Reference(1.44, 4.27, 4.28),
+    "B=128 4k keys": Reference(1.37, 4.29, 4.28),
 }

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fagen.bench.contestants import CUDNN, FA2, FLEX
-from fagen.bench.speed import CUDNN_PLAIN, OURS, PLAIN, SpeedReport, cell, columns
+from fagen.bench.results import OURS
+from fagen.bench.speed import CUDNN_PLAIN, PLAIN, SpeedReport, cell, columns
 from fagen.errors import SpecError, ToolchainError
 
 if TYPE_CHECKING:
@@ -55,21 +56,21 @@ def figure(report: SpeedReport, *, date: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    names = [name for name in columns() if any(result.tflops.get(name) for result in report.results)]
-    bars = sum(bool(value) for result in report.results for value in result.tflops.values())
+    names = [name for name in columns() if any(result.rates.get(name) for result in report.results)]
+    bars = sum(bool(value) for result in report.results for value in result.rates.values())
     height = bars * _BAR + len(report.results) * _GAP
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
     drawn = Figure(figsize=(_WIDTH, height + 1.6), dpi=_DPI, layout=layout)
     axes = drawn.add_subplot()
-    rates = [value for result in report.results for value in (*result.tflops.values(), result.goal) if value]
+    rates = [value for result in report.results for value in (*result.rates.values(), result.goal) if value]
     limit = max([*rates, report.matmul or 0.0, 1.0]) * 1.04
     place = 0.0
     ticks = []
     for result in report.results:
-        present = [name for name in names if result.tflops.get(name)]
+        present = [name for name in names if result.rates.get(name)]
         top = place
         for name in present:
-            value = result.tflops[name] or 0.0
+            value = result.rates[name] or 0.0
             _bar(axes, place + _BAR / 2, value, name, cell(result, name), inside=value > 0.15 * limit)
             place += _BAR
         if result.goal:
@@ -83,7 +84,7 @@ def figure(report: SpeedReport, *, date: str) -> Figure:
     axes.set_ylim(max(place - _GAP / 2, _BAR), -_GAP / 2)
     axes.set_xlim(0, limit)
     axes.set_xlabel("TFLOP/s (in parentheses: over cuDNN in the same run)")
-    axes.set_title(f"Attention {report.direction}, bf16, {report.card}, {date}", pad=10)
+    axes.set_title(f"Attention {report.direction}, bf16, {report.machine.card}, {date}", pad=10)
     axes.spines[["top", "right"]].set_visible(False)
     found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = [label for name in names if (label := _LABELS.get(name, name)) in found]

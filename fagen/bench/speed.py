@@ -7,11 +7,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fagen.bench import goals
+from fagen.bench import goals, results
 from fagen.bench.contestants import CUDNN, Contestant, choose, everyone
+from fagen.bench.results import OURS, Machine, Rates, Report, Table, beside, number, percent, quotient, small
 from fagen.errors import FagenError, ToolchainError
 from fagen.spec import AttentionSpec
 
@@ -25,8 +26,8 @@ SOFTCAP = 50.0
 MATMUL_SIZE = 8192  # of the square bf16 matrices whose product gives the card's matrix rate
 WARM_UP_SECONDS = 0.5  # of all contestants in turns before the first timing: a card's clocks settle under load
 
-# fagen's kernel, and in rows with softcap the same row without it: fagen's, and cuDNN's, which knows no softcap.
-OURS, PLAIN, CUDNN_PLAIN = "fagen", "without softcap", "cuDNN without"
+# In rows with softcap the same row without it: fagen's kernel, and cuDNN's, which knows no softcap.
+PLAIN, CUDNN_PLAIN = "without softcap", "cuDNN without"
 _MATMUL = "matmul"
 
 
@@ -45,8 +46,8 @@ class Row:
     @property
     def name(self) -> str:
         """As the tables call it, "d128 causal 16k softcap"."""
-        length = f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
-        return f"d{self.head_dim} {'causal' if self.causal else 'full'} {length}{' softcap' if self.softcap else ''}"
+        mask, cap = "causal" if self.causal else "full", " softcap" if self.softcap else ""
+        return f"d{self.head_dim} {mask} {short_length(self.seqlen)}{cap}"
 
     @property
     def batch(self) -> int:
@@ -75,70 +76,29 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
-    """TFLOP/s of each contestant, None for one that failed, of which `failures` has the reason.
-
-    `difference`: ||fagen - other|| / ||other|| of the outputs (backward: of the gradients of q), `compared_with` names
-    the other. `matmul`: TFLOP/s of a matrix product through cuBLAS in the same turns.
-    """
+class Result(Rates):
+    """TFLOP/s of each contestant. The difference is that of the outputs, backward of the gradients of q. `matmul`:
+    TFLOP/s of a matrix product through cuBLAS in the same turns."""
 
     row: Row
-    tflops: Mapping[str, float | None]
-    difference: float | None = None
-    compared_with: str | None = None
-    failures: Mapping[str, str] = field(default_factory=dict)
     matmul: float | None = None
 
-    def ratio(self, other: str) -> float | None:
-        """How many times as fast as `other` fagen is."""
-        return _quotient(self.tflops.get(OURS), self.tflops.get(other))
-
     @property
-    def cudnn(self) -> float | None:
-        """TFLOP/s of cuDNN, of the same row without softcap if it has one: what goals are multiples of."""
-        return self.tflops.get(CUDNN_PLAIN if self.row.softcap else CUDNN)
-
-    def to_cudnn(self, name: str) -> float | None:
-        """How many times as fast as cuDNN (see `cudnn`) a contestant is."""
-        return _quotient(self.tflops.get(name), self.cudnn)
-
-    @property
-    def goal(self) -> float | None:
-        """TFLOP/s to reach: the row's goal, scaled by cuDNN's rate in this run."""
-        reference, cudnn = self.row.reference, self.cudnn
-        return reference.goal_today(cudnn) if reference and cudnn else None
-
-    @property
-    def goal_ratio(self) -> float | None:
-        """fagen's part of the goal."""
-        return _quotient(self.tflops.get(OURS), self.goal)
-
-    @property
-    def fa3_scaled(self) -> float | None:
-        """TFLOP/s of FlashAttention-3 in the run that the goals are from, scaled by cuDNN's rate in this one."""
-        reference, cudnn = self.row.reference, self.cudnn
-        return reference.fa3_today(cudnn) if reference and cudnn else None
-
-    @property
-    def fa3_scaled_ratio(self) -> float | None:
-        """How many times as fast as that fagen is."""
-        return _quotient(self.tflops.get(OURS), self.fa3_scaled)
+    def cudnn_name(self) -> str:
+        """cuDNN, with softcap on the same row without."""
+        return CUDNN_PLAIN if self.row.softcap else CUDNN
 
     @property
     def share_of_matmul(self) -> float | None:
         """fagen's part of the card's matrix rate."""
-        return _quotient(self.tflops.get(OURS), self.matmul)
+        return quotient(self.rates.get(OURS), self.matmul)
 
 
 @dataclass(frozen=True)
-class SpeedReport:
-    """All results. `host_us`: microseconds of host time a call, B=1, S=128, d128, as `host_times` gives them, or none
+class SpeedReport(Report):
+    """`host_us`: microseconds of host time a call, B=1, S=128, d128, as `host_times` gives them, or none
     and the reason in `host_failure`."""
 
-    card: str
-    arch: str
-    torch: str
-    driver: str
     results: tuple[Result, ...]
     host_us: Mapping[str, float]
     host_failure: str | None = None
@@ -155,26 +115,9 @@ class SpeedReport:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One line for each contestant that failed: in how many rows, and why in the first."""
-        first: dict[str, tuple[Row, str]] = {}
-        count: dict[str, int] = {}
-        for result in self.results:
-            for name, reason in result.failures.items():
-                first.setdefault(name, (result.row, reason))
-                count[name] = count.get(name, 0) + 1
-        lines = [
-            f"{name} failed in {count[name]} of {len(self.results)} rows; {row.name}: {reason}"
-            for name, (row, reason) in first.items()
-        ]
-        return (*lines, *([f"host times failed: {self.host_failure}"] if self.host_failure else []))
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text: the first column names the row, numbers stand in the others."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+        """One line for each contestant that failed, and one for the host times if they did."""
+        host = [f"host times failed: {self.host_failure}"] if self.host_failure else []
+        return (*super().failures, *host)
 
 
 def rows() -> tuple[Row, ...]:
@@ -207,33 +150,38 @@ def run(
 
     Raises ToolchainError without a GPU that PyTorch can use, and what `fagen.load` raises where no row has a kernel.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ToolchainError("no GPU that PyTorch can use: this measures on one (see fagen doctor)")
+    where = machine(chosen, arch)
     against = choose() if against is None else against
-    target = _target(chosen, arch)
-    results = []
+    measured = []
     for row in chosen:
-        results.append(measure(row, against=against, arch=arch, samples=samples))
+        measured.append(measure(row, against=against, arch=arch, samples=samples))
         on_done(row)
-    from fagen.driver import driver_version
-
-    driver = driver_version()
     host_us: Mapping[str, float] = {}
     host_failure = None
     try:
         host_us = host_times(arch)
     except FagenError as error:
-        host_failure = _first_line(error)
-    return SpeedReport(
+        host_failure = first_line(error)
+    return SpeedReport(where, tuple(measured), host_us, host_failure)
+
+
+def machine(chosen: Sequence[Any], arch: str | None) -> Machine:
+    """The current GPU, and what the kernels of the rows are for.
+
+    Raises ToolchainError without a GPU that PyTorch can use, and what `fagen.load` raises where no row has a kernel.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ToolchainError("no GPU that PyTorch can use: this measures on one (see fagen doctor)")
+    from fagen.driver import driver_version
+
+    driver = driver_version()
+    return Machine(
         card=torch.cuda.get_device_name(),
-        arch=target,
+        arch=_target([row.spec for row in chosen], arch),
         torch=torch.__version__,
         driver="unknown" if driver is None else f"CUDA {driver[0]}.{driver[1]}",
-        results=tuple(results),
-        host_us=host_us,
-        host_failure=host_failure,
     )
 
 
@@ -249,8 +197,9 @@ def measure(
     for tensor in (q, k, v):
         tensor.requires_grad_(row.backward)
     makers = _makers(row, choose() if against is None else against, arch)
-    calls, outputs, failures = _first_calls(makers, (q, k, v))
-    difference, compared_with = _difference(outputs)
+    calls, outputs, failures = first_calls(makers, (q, k, v))
+    others = [name for name in outputs if name not in (OURS, PLAIN, CUDNN_PLAIN)]
+    difference, compared_with = differences(outputs, [OURS], others)
     outputs.clear()
     seconds = take_turns(calls | {_MATMUL: _matmul()}, samples)
     return Result(
@@ -351,7 +300,7 @@ def legend(report: SpeedReport) -> list[str]:
     if report.matmul:
         size = f"{MATMUL_SIZE} x {MATMUL_SIZE} x {MATMUL_SIZE}"
         parts.append(f"matmul: {size} in bf16 through cuBLAS in the same turns, {report.matmul:.0f} TFLOP/s")
-    others = list(dict.fromkeys(result.compared_with for result in report.results if result.compared_with))
+    others = report.compared_with
     if others:
         what = "gradients of q" if report.direction == "backward" else "outputs"
         parts.append(f"difference: of the {what} from those of {' or '.join(others)}, norm over norm")
@@ -360,16 +309,12 @@ def legend(report: SpeedReport) -> list[str]:
 
 def markdown(report: SpeedReport, *, date: str, command: str) -> str:
     """The report as a section of BENCHMARKS.md."""
-    parts = [
-        f"{report.card}, {date}, kernels for {report.arch}, PyTorch {report.torch}, driver for {report.driver}: "
-        f"`{command}`",
+    about = (
         f"bf16, {TOKENS} tokens, heads * d = {WIDTH}, medians of CUDA-event timings taken in turns. "
-        f"{'; '.join(legend(report))}.",
-    ]
-    for table in tables(report):
-        lines = (table.header, ("---", *("---:" for _ in table.header[1:])), *table.rows)
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    return "\n\n".join([*parts, *host_line(report)])
+        f"{'; '.join(legend(report))}."
+    )
+    section = results.markdown(report, tables(report), about, date=date, command=command)
+    return "\n\n".join([section, *host_line(report)])
 
 
 def host_line(report: SpeedReport) -> list[str]:
@@ -380,34 +325,32 @@ def host_line(report: SpeedReport) -> list[str]:
 
 def cell(result: Result, name: str) -> str:
     """What a contestant reached in a row, "664 (1.08)" where cuDNN has a figure to compare with."""
-    value, ratio = result.tflops.get(name), result.to_cudnn(name)
-    compared = ratio is not None and name not in (CUDNN, CUDNN_PLAIN)
-    return f"{number(value)} ({number(ratio, 2)})" if compared else number(value)
+    return beside(number(result.rates.get(name)), result, name)
 
 
-def number(value: float | None, digits: int = 0) -> str:
-    """A cell of a table; "-" where there is no number."""
-    return "-" if value is None else f"{value:.{digits}f}"
+def short_length(count: int) -> str:
+    """A number of positions in the name of a row: "16k"."""
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def _table(title: str, results: Sequence[Result]) -> Table:
-    found = {name for result in results for name in result.tflops}
+def _table(title: str, of_rows: Sequence[Result]) -> Table:
+    found = {name for result in of_rows for name in result.rates}
     names = [name for name in columns() if name in found]
     others = [name for name in names if name not in (OURS, CUDNN, CUDNN_PLAIN)]
-    # Each optional column: its header, its cell, and whether any row has a number in it.
-    derived = [
-        *((f"{OURS} / {name}", [number(result.ratio(name), 2) for result in results]) for name in others),
-        (f"{OURS} / FA3 scaled", [number(result.fa3_scaled_ratio, 2) for result in results]),
-        (f"{OURS} / goal", [number(result.goal_ratio, 2) for result in results]),
-        ("of matmul", [_percent(result.share_of_matmul) for result in results]),
-        ("difference", ["-" if result.difference is None else f"{result.difference:.1e}" for result in results]),
-    ]
-    shown = [(header, cells) for header, cells in derived if set(cells) != {"-"}]
+    derived = results.shown(
+        [
+            *((f"{OURS} / {name}", [number(result.ratio(name), 2) for result in of_rows]) for name in others),
+            (f"{OURS} / FA3 scaled", [number(result.fa3_scaled_ratio, 2) for result in of_rows]),
+            (f"{OURS} / goal", [number(result.goal_ratio, 2) for result in of_rows]),
+            ("of matmul", [percent(result.share_of_matmul) for result in of_rows]),
+            ("difference", [small(result.difference) for result in of_rows]),
+        ]
+    )
     return Table(
-        (title, *names, *(header for header, _ in shown)),
+        (title, *names, *(header for header, _ in derived)),
         tuple(
-            (result.row.name, *(cell(result, name) for name in names), *(cells[index] for _, cells in shown))
-            for index, result in enumerate(results)
+            (result.row.name, *(cell(result, name) for name in names), *(cells[index] for _, cells in derived))
+            for index, result in enumerate(of_rows)
         ),
     )
 
@@ -417,22 +360,14 @@ def columns() -> tuple[str, ...]:
     return (OURS, *(contestant.name for contestant in everyone()), PLAIN, CUDNN_PLAIN)
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
-
-
-def _quotient(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
-
-
-def _target(chosen: Sequence[Row], arch: str | None) -> str:
-    """What the kernels are for. Raises what `fagen.load` raises where it raises it for every row."""
+def _target(specs: Sequence[AttentionSpec], arch: str | None) -> str:
+    """What the kernels are for. Raises what `fagen.load` raises where it raises it for every spec."""
     import torch
 
     errors = []
-    for row in chosen:
+    for spec in specs:
         try:
-            kernel = _load(row.spec, arch).kernel(torch.device("cuda", torch.cuda.current_device()))
+            kernel = load(spec, arch).kernel(torch.device("cuda", torch.cuda.current_device()))
         except FagenError as error:
             errors.append(error)
         else:
@@ -440,16 +375,17 @@ def _target(chosen: Sequence[Row], arch: str | None) -> str:
     raise errors[0]
 
 
-def _load(spec: AttentionSpec, arch: str | None) -> Any:
-    from fagen.ops import load
+def load(spec: AttentionSpec, arch: str | None) -> Any:
+    """`fagen.load` of a kernel for the GPU."""
+    from fagen import ops
 
-    return load(spec, arch=arch, emulate=False)
+    return ops.load(spec, arch=arch, emulate=False)
 
 
 def _ours(
     spec: AttentionSpec, arch: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Callable[[], Any]:
-    attention = _load(spec, arch)
+    attention = load(spec, arch)
     values = {"softcap": SOFTCAP} if spec.softcap else {}
     return lambda: attention(q, k, v, **values)
 
@@ -469,7 +405,7 @@ def _makers(row: Row, against: Sequence[Contestant], arch: str | None) -> dict[s
     return makers
 
 
-def _first_calls(
+def first_calls(
     makers: Mapping[str, Callable[..., Callable[[], Any]]], qkv: tuple[torch.Tensor, ...]
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, torch.Tensor], dict[str, str]]:
     """The call of each, what its first call returned, and of those that failed why.
@@ -490,7 +426,7 @@ def _first_calls(
             if output.is_cuda:
                 torch.cuda.synchronize()
         except Exception as error:
-            failures[name] = _first_line(error)
+            failures[name] = first_line(error)
         else:
             calls[name], outputs[name] = call, output
     return calls, outputs, failures
@@ -507,16 +443,20 @@ def _matmul() -> Callable[[], Any]:
     return lambda: torch.mm(a, b, out=c)
 
 
-def _difference(outputs: Mapping[str, torch.Tensor]) -> tuple[float | None, str | None]:
-    """How far fagen's output is from another's, and whose: the first of those that compute the same."""
+def differences(
+    outputs: Mapping[str, torch.Tensor], ours: Sequence[str], others: Sequence[str]
+) -> tuple[float | None, str | None]:
+    """How far the outputs of `ours` are from another's, the largest, and whose that is: the first of `others` there."""
     import torch
 
-    other = next((name for name in outputs if name not in (OURS, PLAIN, CUDNN_PLAIN)), None)
-    if other is None or OURS not in outputs:
+    other = next((name for name in others if name in outputs), None)
+    found = [outputs[name].float() for name in ours if name in outputs]
+    if other is None or not found:
         return None, None
     expected = outputs[other].float()
     norm = torch.linalg.vector_norm
-    return float(norm(outputs[OURS].float() - expected) / norm(expected)), other
+    # Of tensors, not of floats: where one is NaN, so is the largest.
+    return float(torch.stack([norm(output - expected) for output in found]).max() / norm(expected)), other
 
 
 def _default_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
@@ -544,7 +484,7 @@ def _backward(o: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Callable[[],
     return lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)[0]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """An exception for one line of text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -15,12 +15,14 @@ import typer
 from fagen.arch import resolve
 from fagen.bench import compile as compile_bench
 from fagen.bench import contestants, plot
+from fagen.bench import decode as decode_bench
 from fagen.bench import speed as speed_bench
+from fagen.bench.results import OURS, Rates, Report, Table
 from fagen.cli import output
 from fagen.cli.options import JsonOption
 from fagen.errors import SpecError
 
-Row = TypeVar("Row", compile_bench.Job, speed_bench.Row)
+Row = TypeVar("Row", compile_bench.Job, speed_bench.Row, decode_bench.Row)
 
 
 _AGAINST_HELP = (
@@ -33,6 +35,12 @@ def bench(
     compile_times: Annotated[bool, typer.Option("--compile", help="time builds, cold and warm")] = False,
     forward: Annotated[bool, typer.Option("--forward", help="time forward kernels on a GPU, beside others")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="time gradients on a GPU, beside others")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="time one query a sequence on a GPU, beside others and a copy")
+    ] = False,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="with --decode: batches, heads and 256 to 131072 keys, all together")
+    ] = False,
     arch: Annotated[
         str | None, typer.Option("--arch", metavar="ARCH", help="target; default: sm80, on a GPU the GPU's")
     ] = None,
@@ -53,27 +61,35 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measures one of them; medians."""
-    if compile_times + forward + backward != 1:
-        raise SpecError("say what to measure: --compile, --forward or --backward")
+    if compile_times + forward + backward + decode != 1:
+        raise SpecError("say what to measure: --compile, --forward, --backward or --decode")
     if markdown and as_json:
         raise SpecError("--markdown and --json exclude each other")
-    if compile_times and (against or no_flex or plot_file):
-        raise SpecError("--against, --no-flex and --plot belong to --forward and --backward")
+    if compile_times and against:
+        raise SpecError("--against belongs to --forward, --backward and --decode")
+    if (compile_times or decode) and (no_flex or plot_file):
+        raise SpecError("--no-flex and --plot belong to --forward and --backward")
+    if grid and not decode:
+        raise SpecError("--grid belongs to --decode")
     command = shlex.join(["fagen", *sys.argv[1:]])
     if compile_times:
         _compile(arch or "sm80", rows, repeats or 5, markdown, as_json, command)
-    else:
-        chosen = _chosen(speed_bench.rows() if forward else speed_bench.backward_rows(), rows)
-        names = None if against is None else [name.strip() for name in against.split(",")]
-        others = contestants.choose(names, flex=not no_flex)
-        if plot_file is not None:
-            plot.check(plot_file)
-        target = None if arch is None else _one_arch(arch)
-        with output.progress("measuring", len(chosen)) as step:
-            report = speed_bench.run(
-                chosen, against=others, arch=target, samples=repeats or 30, on_done=lambda row: step(row.name)
-            )
-        _speed(report, markdown, as_json, command, plot_file)
+        return
+    target = None if arch is None else _one_arch(arch)
+    names = None if against is None else [name.strip() for name in against.split(",")]
+    samples = repeats or 30
+    if decode:
+        _decode(grid, rows, names, target, samples, markdown, as_json, command)
+        return
+    chosen = _chosen(speed_bench.rows() if forward else speed_bench.backward_rows(), rows)
+    others = contestants.choose(names, flex=not no_flex)
+    if plot_file is not None:
+        plot.check(plot_file)
+    with output.progress("measuring", len(chosen)) as step:
+        report = speed_bench.run(
+            chosen, against=others, arch=target, samples=samples, on_done=lambda row: step(row.name)
+        )
+    _speed(report, markdown, as_json, command, plot_file)
 
 
 def _compile(arch: str, text: str | None, repeats: int, markdown: bool, as_json: bool, command: str) -> None:
@@ -139,46 +155,92 @@ def _speed(
 ) -> None:
     today = date.today().isoformat()
     if as_json:
-        output.emit(_document(report, today, command))
+        document = _document(report, today, command)
+        document |= {"matmul_tflops": report.matmul, "rows": [_result(result) for result in report.results]}
+        output.emit(document | {"host_us": report.host_us})
     elif markdown:
         print(speed_bench.markdown(report, date=today, command=command))
     else:
-        for index, table in enumerate(speed_bench.tables(report)):
-            title, *names = (name.removeprefix(f"{speed_bench.OURS} ") for name in table.header)
-            filled = output.table(title, *(output.right(name) for name in names))
-            for row in table.rows:
-                filled.add_row(*row)
-            if index:
-                print()
-            output.console().print(filled)
-        output.note(f"{report.card}, {report.arch}")
-        for line in (*speed_bench.legend(report), *speed_bench.host_line(report)):
-            output.note(line)
-    for line in report.failures:
-        output.note(line)
+        _print(report, speed_bench.tables(report), [*speed_bench.legend(report), *speed_bench.host_line(report)])
     if plot_file is not None:
         plot.save(report, plot_file, date=today)
         output.note(f"drawn: {output.short(plot_file)}")
-    if any(speed_bench.OURS in result.failures for result in report.results):
+    _finish(report)
+
+
+def _decode(
+    grid: bool,
+    text: str | None,
+    names: list[str] | None,
+    arch: str | None,
+    samples: int,
+    markdown: bool,
+    as_json: bool,
+    command: str,
+) -> None:
+    chosen = _chosen(decode_bench.grid() if grid else decode_bench.rows(), text)
+    others = contestants.choose(names, among=contestants.decoders())
+    with output.progress("measuring", len(chosen)) as step:
+        report = decode_bench.run(
+            chosen, against=others, arch=arch, samples=samples, on_done=lambda row: step(row.name)
+        )
+    today = date.today().isoformat()
+    if as_json:
+        rows = [_decode_result(result) for result in report.results]
+        output.emit(_document(report, today, command) | {"rows": rows, "smem_bytes": report.smem_bytes})
+    elif markdown:
+        print(decode_bench.markdown(report, date=today, command=command))
+    else:
+        _print(report, decode_bench.tables(report), decode_bench.legend(report))
+    _finish(report)
+
+
+def _print(report: Report, tables: Sequence[Table], legend: Sequence[str]) -> None:
+    for index, table in enumerate(tables):
+        title, *names = (name.removeprefix(f"{OURS} ") for name in table.header)
+        filled = output.table(title, *(output.right(name) for name in names))
+        for row in table.rows:
+            filled.add_row(*row)
+        if index:
+            print()
+        output.console().print(filled)
+    output.note(f"{report.machine.card}, {report.machine.arch}")
+    for line in legend:
+        output.note(line)
+
+
+def _finish(report: Report) -> None:
+    """Says what failed; exit code 1 where fagen's own kernel did."""
+    for line in report.failures:
+        output.note(line)
+    if any(OURS in result.failures for result in report.results):
         raise typer.Exit(1)
 
 
-def _document(report: speed_bench.SpeedReport, today: str, command: str) -> dict[str, Any]:
+def _document(report: Report, today: str, command: str) -> dict[str, Any]:
+    """What every document on speeds begins with."""
+    return {"command": command, "date": today, **asdict(report.machine)}
+
+
+def _compared(result: Rates, unit: str) -> dict[str, Any]:
+    """What a row of every document on speeds has."""
+    reference = result.row.reference
     return {
-        "command": command,
-        "date": today,
-        "card": report.card,
-        "arch": report.arch,
-        "torch": report.torch,
-        "driver": report.driver,
-        "matmul_tflops": report.matmul,
-        "rows": [_result(result) for result in report.results],
-        "host_us": report.host_us,
+        unit: result.rates,
+        "to_cudnn": {name: result.to_cudnn(name) for name in result.rates},
+        "failures": result.failures,
+        "reference": reference and asdict(reference),
+        f"fa3_scaled_{unit}": result.fa3_scaled,
+        "fa3_scaled_ratio": result.fa3_scaled_ratio,
+        f"goal_{unit}": result.goal,
+        "goal_ratio": result.goal_ratio,
+        "difference": result.difference,
+        "compared_with": result.compared_with,
     }
 
 
 def _result(result: speed_bench.Result) -> dict[str, Any]:
-    row, reference = result.row, result.row.reference
+    row = result.row
     return {
         "name": row.name,
         "spec": row.spec.model_dump(mode="json"),
@@ -186,18 +248,25 @@ def _result(result: speed_bench.Result) -> dict[str, Any]:
         "heads": row.heads,
         "seqlen": row.seqlen,
         "flop": row.flop,
-        "tflops": result.tflops,
-        "to_cudnn": {name: result.to_cudnn(name) for name in result.tflops},
-        "failures": result.failures,
-        "reference": reference and asdict(reference),
-        "fa3_scaled_tflops": result.fa3_scaled,
-        "fa3_scaled_ratio": result.fa3_scaled_ratio,
-        "goal_tflops": result.goal,
-        "goal_ratio": result.goal_ratio,
+        **_compared(result, "tflops"),
         "matmul_tflops": result.matmul,
         "share_of_matmul": result.share_of_matmul,
-        "difference": result.difference,
-        "compared_with": result.compared_with,
+    }
+
+
+def _decode_result(result: decode_bench.Result) -> dict[str, Any]:
+    row = result.row
+    return {
+        "name": row.name,
+        "spec": row.spec.model_dump(mode="json"),
+        "batch": row.batch,
+        "heads": row.heads,
+        "heads_k": row.heads_k,
+        "keys": row.keys,
+        "bytes": row.bytes,
+        "us": {name: result.microseconds(name) for name in result.rates if name != decode_bench.COPY},
+        **_compared(result, "tbps"),
+        "share_of_copy": result.share_of_copy,
     }
 
 
