@@ -42,7 +42,9 @@ class Kernel:
             if device is None:
                 _LOADED[key] = EmulatedKernel(artifact.binary, kernel_plan.entry)
             else:
-                _LOADED[key] = CudaKernel(artifact.binary, kernel_plan.entry, device, kernel_plan.smem_bytes)
+                _LOADED[key] = CudaKernel(
+                    *(artifact.binary, kernel_plan.entry, device, kernel_plan.smem_bytes), overlaps=kernel_plan.overlaps
+                )
         self.plan = kernel_plan
         self.artifact = artifact
         self.loaded = _LOADED[key]

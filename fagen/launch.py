@@ -14,12 +14,14 @@ import torch
 from fagen.errors import LaunchError, ToolchainError
 
 MAX_GRID = 2**31 - 1
+_MOST_CONFIGS = 256  # prepared configurations of a kernel's launches
 
 
 class CudaKernel:
     """One kernel of one cubin (or PTX file, compiled by the driver), loaded into a device's primary context."""
 
-    def __init__(self, binary: Path, entry: str, device: int, smem_bytes: int) -> None:
+    def __init__(self, binary: Path, entry: str, device: int, smem_bytes: int, overlaps: bool = False) -> None:
+        """`overlaps`: it may start before the kernel before it in its stream has ended, for which it waits itself."""
         driver = self._driver = _driver()
         handle = _check(driver.cuDeviceGet(device))
         self._context = _check(driver.cuDevicePrimaryCtxRetain(handle))
@@ -34,7 +36,8 @@ class CudaKernel:
         self._handle = int(self._context)
         # Looked up once: a launch is a matter of a microsecond.
         self._get_current = driver.cuCtxGetCurrent
-        self._launch = driver.cuLaunchKernel
+        self._launch = self._launch_overlapping if overlaps else driver.cuLaunchKernel
+        self._configs: dict[tuple[int, ...], Any] = {}
         self._success = driver.CUresult.CUDA_SUCCESS
 
     def launch(self, *, grid: int, threads: int, params: bytes, stream: int) -> None:
@@ -57,6 +60,28 @@ class CudaKernel:
             return
         with self._current():
             _check(self._launch(self._function, grid, 1, 1, threads, 1, 1, self._smem_bytes, stream, pointers, 0))
+
+    def _launch_overlapping(self, function: Any, *sizes_and_stream: int) -> tuple[Any]:
+        """cuLaunchKernel, as far as this file uses it, with programmatic stream serialization."""
+        *sizes, pointers, extra = sizes_and_stream
+        config = self._configs.get(tuple(sizes))
+        if config is None:
+            config = self._overlapping(*sizes)
+            if len(self._configs) >= _MOST_CONFIGS:
+                self._configs.clear()
+            self._configs[tuple(sizes)] = config
+        return self._driver.cuLaunchKernelEx(config, function, pointers, extra)  # type: ignore[no-any-return]
+
+    def _overlapping(self, *sizes: int) -> Any:
+        driver = self._driver
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ, *block, config.sharedMemBytes, config.hStream = sizes
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
 
     @contextmanager
     def _current(self) -> Iterator[None]:

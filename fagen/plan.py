@@ -13,7 +13,7 @@ from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 
-Kind = Literal["fwd", "combine", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
+Kind = Literal["fwd", "decode", "combine", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
 Tile = TileConfig | HopperTile | BackwardTile | LinearTile
 
 
@@ -54,15 +54,18 @@ def _sizes(packed: bool, heads: str) -> tuple[Field, ...]:
     )
 
 
+_ROWS = Field("rows", "int", "B * Hq * Sq")
 _SPLITS = Field("splits", "int", "parts of the keys")
 _SPLIT_FORWARD_FIELDS = (
     *_input_fields(False),
-    Field("o_partial", "float*", "(splits, B, heads of tiles, rows of a tile's heads, Dv)"),
-    Field("lse", "float*", "(splits, B, heads of tiles, rows of a tile's heads)"),
-    *_row_strides(False, "q", "k", "v"),
+    Field("o", "u16*", "(B, Sq, Hq, Dv), of one part"),
+    Field("o_partial", "float*", "(splits, B, Hq, Sq, Dv), of several"),
+    Field("lse", "float*", "(splits, B, Hq, Sq), contiguous; null where it is not wanted"),
+    *_row_strides(False, "q", "k", "v", "o"),
     *_sizes(False, "heads_q"),
     Field("seqused_k", "const int*", "(B,): how many keys of each batch entry count; or null: all"),
     _SPLITS,
+    _ROWS,
 )
 _PAGE_FIELDS = (
     Field(
@@ -72,15 +75,14 @@ _PAGE_FIELDS = (
     Field("page_shift", "int", "log2 of the size of a page"),
 )
 _COMBINE_FIELDS = (
-    Field("o_partial", "const float*", "(splits, rows, Dv), rows in the order of the first kernel"),
-    Field("lse_partial", "const float*", "(splits, rows)"),
+    Field("o_partial", "const float*", "(splits, B, Hq, Sq, Dv)"),
+    Field("lse_partial", "const float*", "(splits, B, Hq, Sq)"),
     Field("o", "u16*", "(B, Sq, Hq, Dv), strides in elements below"),
     Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
     *_row_strides(False, "o"),
-    Field("rows", "int", "B * Hq * Sq"),
+    _ROWS,
     Field("seqlen_q", "int"),
     Field("heads_q", "int"),
-    Field("pack", "int", "query heads in a tile of the first kernel"),
     _SPLITS,
 )
 
@@ -207,7 +209,7 @@ class KernelPlan:
     @property
     def template(self) -> str:
         """Template of the kernel, relative to `templates/`."""
-        return f"{self.family}/{self.kind}.cu.j2"
+        return f"{self.family}/{'fwd' if self.kind == 'decode' else self.kind}.cu.j2"
 
     @property
     def family(self) -> str:
@@ -226,6 +228,8 @@ class KernelPlan:
         family: tuple[str, ...] = sm80.PRIMITIVES
         if self.kind == "bwd" and not self.spec.deterministic:
             family = sm80.BACKWARD_PRIMITIVES
+        if self.spec.split_kv:
+            family = sm80.SPLIT_PRIMITIVES
         if isinstance(self.tile, HopperTile):
             family = sm90.PRIMITIVES + (sm90.Q_PRIMITIVES if self.tile.q_in_registers else ())
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
@@ -245,13 +249,23 @@ class KernelPlan:
     @property
     def shares_keys(self) -> bool:
         """Whether a tile has rows of all query heads that share a head of k and v, one position after the other: where
-        the keys are split, unless what the scores become depends on the head of a row."""
-        return self.spec.split_kv and not (self.spec.dropout or self.spec.alibi)
+        the keys are split, but for dropout, whose numbers are drawn for 16 rows of a head together."""
+        return self.spec.split_kv and not self.spec.dropout
+
+    @property
+    def qk_columns(self) -> int:
+        """Columns of Q and K with their padding."""
+        return sm80.padded(self.spec.head_dim)
 
     @property
     def o_columns(self) -> int:
         """Columns of O with their padding."""
         return sm80.padded(self.spec.dim_v)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the kernel may start before the one before it in its stream has ended: it waits for that itself."""
+        return self.kind == "combine" and self.arch.capability >= (9, 0)
 
     @property
     def threads(self) -> int:
@@ -264,6 +278,8 @@ class KernelPlan:
         if self.kind == "bwd_dq":
             assert isinstance(self.tile, TileConfig)
             return sm80.dq_smem_bytes(self.spec, self.tile)
+        if self.kind == "combine":
+            return self.tile.warps * (self.spec.dim_v + 1) * sm80.FLOAT_BYTES
         if isinstance(self.tile, TileConfig):
             return sm80.smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, HopperTile):
@@ -325,6 +341,7 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
     chosen: dict[Kind, Tile] = {"fwd": sm90.forward_tile(spec) if hopper else sm80.forward_tile(spec, arch)}
     specs: dict[Kind, AttentionSpec] = {}
     if spec.split_kv:
+        chosen["decode"] = sm80.decode_tile(spec, arch)
         chosen["combine"] = LinearTile(warps=4)
         specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:

@@ -36,6 +36,7 @@ try:
 except ImportError:  # not in every PyTorch to come: then `Recent` finds nothing
     TensorGuards = None  # type: ignore[assignment, misc]
 
+MOST_DECODE_ROWS = 64  # query rows of a head of k and v up to which the kernel for few rows is the faster one
 MOST = 256  # prepared calls that are kept, and backwards of each
 _EMULATED_MULTIPROCESSORS = 3
 _DELTA_LANES = 8  # threads that share a row in the kernel of delta
@@ -109,6 +110,8 @@ class Call:
             self._fields |= {"total_q": q.shape[0], "stats_rows": stats_shape(spec, sizes, q)[1]}
         # Tensors without elements may have the address 0, of which the copy engine reads nothing, not even zeros.
         self._launch: Launch | None = None
+        # The third is null of a call with its keys in one part, which has neither statistics nor partial results.
+        self._three_outputs = spec.backward or spec.split_kv
         if not (sizes.trivial or spec.split_kv):
             self._launch = self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._combine: Launch | None = None
@@ -149,10 +152,10 @@ class Call:
             o_partial, lse_partial = self._new_o_partial(), self._new_lse_partial()
             if poison:
                 _poison(o_partial, lse_partial)
-            self._launch(q, k, v, o_partial, lse_partial, *self._extras(tensors, state))
+            self._launch(q, k, v, None, lse_partial, o_partial, *self._extras(tensors, state))
             self._combine(o_partial, lse_partial, o, lse)
         elif self._launch is not None:
-            outputs = (o, lse) if self._new_stats is None else (o, lse, stats)
+            outputs = (o, lse, stats) if self._three_outputs else (o, lse)
             if self._extra_names:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
             else:
@@ -216,25 +219,28 @@ class Call:
         fields = self._fields | {"tiles": tiles, "heads_a_group": group}
         return Launch(kernel, blocks, fields, (*maps, *outputs), maps)
 
-    def _split_launches(self, kernels: Mapping[str, Kernel], dim_v: int) -> tuple[Launch, Launch]:
-        """Those of the kernels where the keys are split, and the memory between them."""
-        sizes, tile = self._sizes, kernels["fwd"].plan.tile
-        assert isinstance(tile, TileConfig)
+    def _split_launches(self, kernels: Mapping[str, Kernel], dim_v: int) -> tuple[Launch, Launch | None]:
+        """Those of the kernels where the keys may be split, and the memory between them. One part needs but the first,
+        which then makes o itself."""
+        sizes = self._sizes
         sharing = sizes.heads_q // sizes.heads_k if kernels["fwd"].plan.shares_keys else 1
+        forward = kernels["decode" if sizes.seqlen_q * sharing <= MOST_DECODE_ROWS else "fwd"]
+        tile = forward.plan.tile
+        assert isinstance(tile, TileConfig)
         tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
         parts = self.values.num_splits
         if parts is None:
             at_once = multiprocessors(self.device) * tile.blocks_per_sm
             parts = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
         rows = sizes.batch * sizes.heads_q * sizes.seqlen_q
+        fields = self._fields | {"splits": parts, "rows": rows}
+        outputs = ("o", "lse", "o_partial")
+        attend = Launch(forward, tiles * parts, fields, ("q", "k", "v", *outputs, *self._extra_names))
+        if parts == 1:
+            return attend, None
         self._new_o_partial = _allocator((parts, rows, dim_v), torch.float32, self.device)
         self._new_lse_partial = _allocator((parts, rows), torch.float32, self.device)
-        fields = self._fields | {"splits": parts, "rows": rows, "pack": sharing}
-        combine, rows_a_block = kernels["combine"], kernels["combine"].plan.threads // 32
-        return (
-            Launch(kernels["fwd"], tiles * parts, fields, ("q", "k", "v", "o_partial", "lse", *self._extra_names)),
-            Launch(combine, -(-rows // rows_a_block), fields, ("o_partial", "lse_partial", "o", "lse")),
-        )
+        return attend, Launch(kernels["combine"], rows, fields, ("o_partial", "lse_partial", "o", "lse"))
 
     def _heads_a_group(self, tile: HopperTile, columns: int, blocks: int) -> int:
         """`columns`: of keys and values together."""

@@ -131,15 +131,16 @@ def check_tile(kernel: KernelPlan) -> None:
         check_hopper_tile(kernel, tile, where)
         return
     assert isinstance(tile, TileConfig), where
-    assert tile.tile_m % (16 * tile.warps) == 0 and tile.tile_n % 16 == 0, where
-    assert tile.stages in (1, 2) and tile.blocks_per_sm >= 1, where
+    row_warps, key_warps = (1, tile.warps) if tile.along_keys else (tile.warps, 1)
+    assert tile.tile_m % (16 * row_warps) == 0 and tile.tile_n % (16 * key_warps) == 0, where
+    assert tile.stages in ((2, 3, 4, 5, 6) if tile.along_keys else (1, 2)) and tile.blocks_per_sm >= 1, where
     assert kernel.threads == 32 * tile.warps <= MAX_THREADS_PER_BLOCK, where
     # The multiprocessor has the limit of one block and 1 KiB, of which each block costs 1 KiB besides its own.
     resident = tile.blocks_per_sm * (kernel.smem_bytes + 1024)
     assert resident <= kernel.arch.smem_limit + 1024, where
     # O alone must leave registers for the rest.
     registers = REGISTERS_PER_SM // (tile.blocks_per_sm * kernel.threads)
-    o_registers = tile.tile_m // tile.warps * (-(-kernel.spec.dim_v // 16) * 16) // 32
+    o_registers = tile.tile_m // row_warps * (-(-kernel.spec.dim_v // 16) * 16) // 32
     assert o_registers < min(registers, MAX_REGISTERS) * 3 // 4, where
 
 
@@ -173,6 +174,7 @@ def test_every_head_dim_has_a_tile_that_fits(arch: Arch) -> None:
                 for dtype in DTYPES:
                     spec = AttentionSpec(head_dim=head_dim, head_dim_v=dim_v, dtype=dtype, **on)
                     check_tile(plan(spec, arch)[0])
+                    check_tile(plan(spec.model_copy(update={"split_kv": True}), arch)[1])
                     for kernel in plan(spec.model_copy(update={"backward": True}), arch):
                         assert kernel.smem_bytes <= arch.smem_limit
 
@@ -185,7 +187,7 @@ def test_any_spec_has_a_tile_that_fits(spec: AttentionSpec, arch: Arch) -> None:
     called = spec.slug.replace("_deterministic", "")  # the forward is the same
     assert kernel.slug == f"fwd_{called}_{arch.name}" and kernel.entry == "fagen_fwd"
     order = ["bwd_dq"] if spec.deterministic else ["bwd_convert"]
-    rest = ["bwd_delta", "bwd", *order] if spec.backward else ["combine"] if spec.split_kv else []
+    rest = ["bwd_delta", "bwd", *order] if spec.backward else ["decode", "combine"] if spec.split_kv else []
     assert [other.kind for other in others] == rest
     assert all(other.smem_bytes <= arch.smem_limit for other in others)
     # A tile of the backward reads whole tiles of rows of what the forward wrote.

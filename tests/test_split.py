@@ -107,15 +107,48 @@ def test_what_pages_need(change: dict[str, Any], message: str) -> None:
         attention(**(arguments | change))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("queries", [1, 2, 16, 33])
-def test_heads_that_share_keys(queries: int) -> None:
-    """A tile has rows of four heads: causal positions are those of the row's own query, in any strides."""
-    q, k, v = inputs(queries, 100)
+@pytest.mark.parametrize("alibi", [False, True])
+def test_heads_that_share_keys(alibi: bool, queries: int, device: str) -> None:
+    """A tile has rows of four heads: positions are those of the row's own query, slopes of its head, in any strides.
+
+    33 queries of four heads are more than the kernel for few rows takes.
+    """
+    q, k, v = inputs(queries, 100, device)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    attention = fagen.load(AttentionSpec(head_dim=64, split_kv=True, causal=True), emulate=True)
-    o, lse = attention(q, k, v, num_splits=3, return_lse=True, _poison=True)
-    expected_o, expected_lse = reference.attention(q, k, v, causal=True)
-    assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
+    values = {"alibi_slopes": torch.rand(3, 8, device=device)} if alibi else {}
+    spec = AttentionSpec(head_dim=64, split_kv=True, causal=True, alibi=alibi)
+    attention = fagen.load(spec, emulate=device == "cpu")
+    expected_o, expected_lse = reference.attention(q, k, v, causal=True, **values)
+    for parts in (1, 3):
+        o, lse = attention(q, k, v, num_splits=parts, return_lse=True, _poison=True, **values)
+        assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "dim_v"),
+    [("sm90", 32, 32), ("sm80", 72, 72), ("sm90", 128, 64), ("sm80", 64, 192), ("sm86", 256, 256)],
+)
+@pytest.mark.parametrize("paged", [False, True])
+def test_few_queries_at_any_head_dim(paged: bool, arch: str, head_dim: int, dim_v: int) -> None:
+    """Tiles of any number of warps and stages, and rows of K and V of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn((2, 1, 4, head_dim), generator=generator).bfloat16()
+    k, v = (torch.randn((2, 512, 2, dim), generator=generator).bfloat16() for dim in (head_dim, dim_v))
+    used = torch.tensor([500, 37], dtype=torch.int32)
+    spec = AttentionSpec(head_dim=head_dim, head_dim_v=dim_v, split_kv=True, paged=paged)
+    attention = fagen.load(spec, emulate=True, arch=arch)
+    caches, table = (k, v), {}
+    if paged:
+        order = torch.randperm(64, generator=generator)
+        table = {"block_table": torch.argsort(order).int().view(2, 32)}
+        caches = tuple(x.view(64, 16, 2, -1)[order].clone() for x in (k, v))
+    expected = [reference.attention(q[b, None], k[b, None, :n], v[b, None, :n]) for b, n in enumerate(used.tolist())]
+    for parts in (1, 3):
+        o, lse = attention(q, *caches, seqused_k=used, num_splits=parts, return_lse=True, _poison=True, **table)
+        assert compare_o(o, torch.cat([o for o, _ in expected]), OUTPUT_BUDGET["bf16"]).passed
+        assert compare_lse(lse, torch.cat([lse for _, lse in expected])).passed
 
 
 @pytest.mark.parametrize(

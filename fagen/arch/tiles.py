@@ -15,7 +15,8 @@ class TileConfig:
 
     tile_m: query rows a block. tile_n: keys a step of its loop. warps: warps a block, each with tile_m / warps rows.
     stages: buffers for keys and values in shared memory. blocks_per_sm: blocks that the registers must leave room for.
-    q_in_registers: the fragments of Q are read from shared memory once and kept.
+    q_in_registers: the fragments of Q are read from shared memory once and kept. along_keys: for few query rows, each
+    warp has all of them and tile_n / warps keys of a step; what the warps have is summed at the end.
     """
 
     tile_m: int
@@ -24,10 +25,12 @@ class TileConfig:
     stages: int
     blocks_per_sm: int
     q_in_registers: bool = False
+    along_keys: bool = False
 
     def __str__(self) -> str:
         stages = _stages(self.stages, "keys and values")
-        return f"{self.tile_m} query rows x {self.tile_n} keys, {self.warps} warps, {stages}"
+        warps = f"{self.warps} warps{' along the keys' if self.along_keys else ''}"
+        return f"{self.tile_m} query rows x {self.tile_n} keys, {warps}, {stages}"
 
 
 @dataclass(frozen=True)

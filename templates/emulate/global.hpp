@@ -84,6 +84,11 @@ static inline void st_global_f32(void* ptr, float v, int line = __builtin_LINE()
     memcpy(ptr, &v, 4);
 }
 
+static inline void st_global_b32(void* ptr, u32 v, int line = __builtin_LINE()) {
+    emu::check_global(*emu::current, ptr, 4, true, line);
+    memcpy(ptr, &v, 4);
+}
+
 static inline void st_global_b128(void* ptr, const u32 (&v)[4], int line = __builtin_LINE()) {
     emu::check_global(*emu::current, ptr, 16, true, line);
     memcpy(ptr, v, 16);

@@ -28,6 +28,10 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(ptr), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void st_global_b32(void* ptr, u32 v) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");

@@ -78,6 +78,10 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(ptr), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void st_global_b32(void* ptr, u32 v) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
@@ -295,22 +299,25 @@ __device__ __forceinline__ u32 lane_address(u32 base, int row_offset, int step) 
     return (base ^ step % STEPS * 2 * CHUNK_BYTES) + (row_offset * CHUNKS + step / STEPS * STEPS * 2) * CHUNK_BYTES;
 }
 
+// A round of copies takes a multiple of 8 rows (or of 4), so that a thread stays in its chunk column and its swizzle, and
+// its addresses differ by constants. Where rows are no power of two long, that leaves some threads idle.
+template <int CHUNKS>
+constexpr int WHOLE_ROWS = THREADS / CHUNKS;
+template <int CHUNKS>
+constexpr int ROUND = WHOLE_ROWS<CHUNKS> - WHOLE_ROWS<CHUNKS> % (WHOLE_ROWS<CHUNKS> >= 8 ? 8 : WHOLE_ROWS<CHUNKS> >= 4 ? 4 : 1);
+
 // Starts the copy of ROWS rows from global memory. Rows outside [first, last) and the chunks past VALID_CHUNKS become
 // zeros, and the memory they would come from is not read. `row_stride` is in elements.
 template <int ROWS, int CHUNKS, int VALID_CHUNKS>
 __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stride, int first, int last) {
-    // A round of copies takes a multiple of 8 rows (or of 4), so that a thread stays in its chunk column and its swizzle,
-    // and its addresses differ by constants. Where rows are no power of two long, that leaves some threads idle.
-    constexpr int WHOLE_ROWS = THREADS / CHUNKS;
-    constexpr int ROUND = WHOLE_ROWS - WHOLE_ROWS % (WHOLE_ROWS >= 8 ? 8 : 4);
     const int first_row = threadIdx.x / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS;
     const bool whole = first <= 0 && last >= ROWS;
-    if (ROUND * CHUNKS == THREADS || first_row < ROUND) {
+    if (ROUND<CHUNKS> * CHUNKS == THREADS || first_row < ROUND<CHUNKS>) {
 #pragma unroll
-        for (int i = 0; i < (ROWS + ROUND - 1) / ROUND; ++i) {
-            const int row = first_row + i * ROUND;
-            if (ROWS % ROUND == 0 || row < ROWS) {
+        for (int i = 0; i < (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>; ++i) {
+            const int row = first_row + i * ROUND<CHUNKS>;
+            if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
                 const bool valid = whole || (row >= first && row < last);
                 cp_async_16(tile + tile_offset<CHUNKS>(row, chunk), src + row * row_stride + chunk * CHUNK,
                             valid && (VALID_CHUNKS == CHUNKS || chunk < VALID_CHUNKS));
@@ -509,8 +516,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
         // >>> mods/alibi.cuh.j2
         constexpr float LOG2E = 1.4426950408889634f;
-        const float alibi_slope_log2 =
-            ld_global_f32(params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride) * LOG2E;
+        const float* alibi_slopes = params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
+        const float alibi_slope_log2 = ld_global_f32(alibi_slopes) * LOG2E;
 
         // >>> mods/softcap.cuh.j2
         // z is score / softcap in halves of the border, below which tanh is a cubic (fagen/mods.py). Where all z of the warp are

@@ -78,6 +78,10 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(ptr), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void st_global_b32(void* ptr, u32 v) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
@@ -508,13 +512,16 @@ __device__ __forceinline__ void tell(u32 work_smem, const Work& work, bool more)
 }
 
 __device__ __forceinline__ bool told(Work& work, u32 work_smem) {
-    u32 words[4];
-    ld_shared_b128(words, work_smem);
+    u32 words[4] = {}, batch = 0;
+    if (threadIdx.x % 32 == 0) {  // the lane that will say that its warp has read, whom racecheck can follow
+        ld_shared_b128(words, work_smem);
+        batch = ld_shared_b32(work_smem + 16);
+    }
     work.m0 = uniform(words[0]);
     work.key_begin = uniform(words[1]);
     work.steps = uniform(words[2]);
     work.head = uniform(words[3]);
-    work.batch = uniform(ld_shared_b32(work_smem + 16));
+    work.batch = uniform(batch);
     return work.steps > 0;
 }
 
@@ -665,8 +672,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
 
         // >>> mods/alibi.cuh.j2
         constexpr float LOG2E = 1.4426950408889634f;
-        const float alibi_slope_log2 =
-            ld_global_f32(params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride) * LOG2E;
+        const float* alibi_slopes = params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
+        const float alibi_slope_log2 = ld_global_f32(alibi_slopes) * LOG2E;
 
         for (int step = work.steps - 1;; --step) {
             const int warp_col0 = work.key_begin + step * TILE_N;  // a warp has all columns of the step,

@@ -78,6 +78,10 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(ptr), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void st_global_b32(void* ptr, u32 v) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
@@ -235,18 +239,19 @@ constexpr int DIM_V_STEPS = (HEAD_DIM_V + MMA_K - 1) / MMA_K;  // of V and O, li
 constexpr int QK_CHUNKS = DIM_STEPS * MMA_K / CHUNK;           // chunks a row of Q and K
 constexpr int V_CHUNKS = DIM_V_STEPS * MMA_K / CHUNK;          // of V and O
 
-constexpr int WARP_M = TILE_M / WARPS;    // query rows a warp
+constexpr int WARP_M = TILE_M / WARPS;  // query rows a warp
+constexpr int WARP_N = TILE_N;          // keys a warp and step
 constexpr int M_FRAGS = WARP_M / MMA_M;   // row fragments a warp
-constexpr int WARP_N = TILE_N;            // keys a warp and step
 constexpr int S_FRAGS = WARP_N / MMA_N;   // column fragments of S
-constexpr int KV_STEPS = TILE_N / MMA_K;  // steps of P V
-static_assert(TILE_M % (WARPS * MMA_M) == 0 && TILE_N % MMA_K == 0, "tiles are whole fragments");
+constexpr int KV_STEPS = WARP_N / MMA_K;  // steps of P V
+static_assert(WARP_M % MMA_M == 0 && WARP_N % MMA_K == 0, "tiles are whole fragments");
 
 // Shared memory: Q | K x2 | V x2; at the end O lies over them.
 constexpr u32 K_BYTES = TILE_N * QK_CHUNKS * CHUNK_BYTES;
+constexpr int STAGES = 2;
 constexpr u32 V_BYTES = TILE_N * V_CHUNKS * CHUNK_BYTES;
 constexpr u32 K_OFFSET = TILE_M * QK_CHUNKS * CHUNK_BYTES;
-constexpr u32 V_OFFSET = K_OFFSET + 2 * K_BYTES;
+constexpr u32 V_OFFSET = K_OFFSET + STAGES * K_BYTES;
 
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
@@ -277,22 +282,25 @@ __device__ __forceinline__ u32 lane_address(u32 base, int row_offset, int step) 
     return (base ^ step % STEPS * 2 * CHUNK_BYTES) + (row_offset * CHUNKS + step / STEPS * STEPS * 2) * CHUNK_BYTES;
 }
 
+// A round of copies takes a multiple of 8 rows (or of 4), so that a thread stays in its chunk column and its swizzle, and
+// its addresses differ by constants. Where rows are no power of two long, that leaves some threads idle.
+template <int CHUNKS>
+constexpr int WHOLE_ROWS = THREADS / CHUNKS;
+template <int CHUNKS>
+constexpr int ROUND = WHOLE_ROWS<CHUNKS> - WHOLE_ROWS<CHUNKS> % (WHOLE_ROWS<CHUNKS> >= 8 ? 8 : WHOLE_ROWS<CHUNKS> >= 4 ? 4 : 1);
+
 // Starts the copy of ROWS rows from global memory. Rows outside [first, last) and the chunks past VALID_CHUNKS become
 // zeros, and the memory they would come from is not read. `row_stride` is in elements.
 template <int ROWS, int CHUNKS, int VALID_CHUNKS>
 __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stride, int first, int last) {
-    // A round of copies takes a multiple of 8 rows (or of 4), so that a thread stays in its chunk column and its swizzle,
-    // and its addresses differ by constants. Where rows are no power of two long, that leaves some threads idle.
-    constexpr int WHOLE_ROWS = THREADS / CHUNKS;
-    constexpr int ROUND = WHOLE_ROWS - WHOLE_ROWS % (WHOLE_ROWS >= 8 ? 8 : 4);
     const int first_row = threadIdx.x / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS;
     const bool whole = first <= 0 && last >= ROWS;
-    if (ROUND * CHUNKS == THREADS || first_row < ROUND) {
+    if (ROUND<CHUNKS> * CHUNKS == THREADS || first_row < ROUND<CHUNKS>) {
 #pragma unroll
-        for (int i = 0; i < (ROWS + ROUND - 1) / ROUND; ++i) {
-            const int row = first_row + i * ROUND;
-            if (ROWS % ROUND == 0 || row < ROWS) {
+        for (int i = 0; i < (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>; ++i) {
+            const int row = first_row + i * ROUND<CHUNKS>;
+            if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
                 const bool valid = whole || (row >= first && row < last);
                 cp_async_16(tile + tile_offset<CHUNKS>(row, chunk), src + row * row_stride + chunk * CHUNK,
                             valid && (VALID_CHUNKS == CHUNKS || chunk < VALID_CHUNKS));
@@ -339,15 +347,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u32 K_lane0 = K_smem + tile_offset<QK_CHUNKS>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 V_lane0 = V_smem + tile_offset<V_CHUNKS>(lane % 16, lane / 16);
 
-    auto load_k = [&](int n, u32 stage) {
-        const int n0 = n * TILE_N;
-        load_tile<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(K_smem + stage * K_BYTES, k + n0 * params.k_row_stride,
-                                                       params.k_row_stride, key_begin - n0, key_end - n0);
-    };
-    auto load_v = [&](int n, u32 stage) {
-        const int n0 = n * TILE_N;
-        load_tile<TILE_N, V_CHUNKS, HEAD_DIM_V / CHUNK>(V_smem + stage * V_BYTES, v + n0 * params.v_row_stride,
-                                                        params.v_row_stride, key_begin - n0, key_end - n0);
+    auto load = [&](int n, u32 stage) {
+        load_tile<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(
+            K_smem + stage * K_BYTES, k + n * TILE_N * params.k_row_stride, params.k_row_stride,
+            key_begin - n * TILE_N, key_end - n * TILE_N);
+        load_tile<TILE_N, V_CHUNKS, HEAD_DIM_V / CHUNK>(
+            V_smem + stage * V_BYTES, v + n * TILE_N * params.v_row_stride, params.v_row_stride,
+            key_begin - n * TILE_N, key_end - n * TILE_N);
     };
 
     float O_rmem[M_FRAGS][2 * DIM_V_STEPS][4] = {};
@@ -366,27 +372,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     // >>> mods/alibi.cuh.j2
     constexpr float LOG2E = 1.4426950408889634f;
-    const float alibi_slope_log2 =
-        ld_global_f32(params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride) * LOG2E;
+    const float* alibi_slopes = params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
+    const float alibi_slope_log2 = ld_global_f32(alibi_slopes) * LOG2E;
 
     if (n_first <= n_last) {
         load_tile<TILE_M, QK_CHUNKS, HEAD_DIM / CHUNK>(Q_smem, q, params.q_row_stride, 0, seqlen_q - m0);
-        load_k(n_last, 0);
-        load_v(n_last, 0);
+        load(n_last, 0);
         cp_async_commit();
     }
 
     for (int n = n_last; n >= n_first; --n) {
-        const int warp_col0 = n * TILE_N;       // a warp has all columns of the tile,
-        const int col0 = warp_col0 + 2 * quad;  // and this lane in fragment (j, c): col0 + j * MMA_N + c
-        const u32 stage = (n_last - n) & 1;
-        cp_async_wait<0>();
-        __syncthreads();  // K and V of this tile have landed for all; all have read the other stage
-        if (n > n_first) {
-            load_k(n - 1, stage ^ 1);
-            load_v(n - 1, stage ^ 1);
-            cp_async_commit();
-        }
+        // Columns of the warp: all of the tile; of this lane in fragment (j, c): col0 + j * MMA_N + c
+        const int warp_col0 = n * TILE_N;
+        const int col0 = warp_col0 + 2 * quad;
+        const int step = n_last - n;
+        const u32 stage = step % STAGES;
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // K and V of this tile have landed for all; all have read those of the last
+        if (n - (STAGES - 1) >= n_first) load(n - (STAGES - 1), (step + STAGES - 1) % STAGES);
+        cp_async_commit();
         const u32 K_lane = K_lane0 + stage * K_BYTES;
         const u32 V_lane = V_lane0 + stage * V_BYTES;
 

@@ -78,6 +78,10 @@ __device__ __forceinline__ void st_global_f32(void* ptr, float v) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(ptr), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void st_global_b32(void* ptr, u32 v) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_global_b128(void* ptr, const u32 (&v)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
@@ -184,6 +188,24 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+// >>> ptx/grid.cuh
+// Kernels of one stream that overlap (programmatic dependent launch): the launch of one may allow it to start once all
+// blocks of the kernel before it have ended or allowed it. Where cards cannot, these do nothing, nor do such launches.
+
+// What the kernel before this one wrote is there. Does not return before that kernel has ended.
+__device__ __forceinline__ void grid_wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel after this one may start, as far as this block is concerned.
+__device__ __forceinline__ void grid_allow_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ==== kernel ====
 // One block computes o and lse of TILE_M queries of one head. It walks over the keys that they see in tiles of TILE_N,
 // from the last to the first, with a running softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
@@ -195,8 +217,9 @@ struct Params {
     const u16* q;  // (B, Sq, Hq, D), strides in elements below
     const u16* k;  // (B, Sk, Hk, D)
     const u16* v;  // (B, Sk, Hk, Dv)
-    float* o_partial;  // (splits, B, heads of tiles, rows of a tile's heads, Dv)
-    float* lse;  // (splits, B, heads of tiles, rows of a tile's heads)
+    u16* o;  // (B, Sq, Hq, Dv), of one part
+    float* o_partial;  // (splits, B, Hq, Sq, Dv), of several
+    float* lse;  // (splits, B, Hq, Sq), contiguous; null where it is not wanted
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
@@ -206,6 +229,9 @@ struct Params {
     i64 v_batch_stride;
     i64 v_row_stride;
     i64 v_head_stride;
+    i64 o_batch_stride;
+    i64 o_row_stride;
+    i64 o_head_stride;
     const int* seqused_k;  // (B,): how many keys of each batch entry count; or null: all
     int page_shift;  // log2 of the size of a page
     int seqlen_q;
@@ -213,11 +239,12 @@ struct Params {
     int heads_q;
     int group_size;  // query heads that share a head of k and v
     int splits;  // parts of the keys
+    int rows;  // B * Hq * Sq
     float softmax_scale_log2;  // softmax_scale * log2(e)
     int window_left;  // keys left of the query's position that it sees; causal and -1 resolved by the caller
     int window_right;
 };
-static_assert(sizeof(Params) == 176, "Params differs from what the caller packs");
+static_assert(sizeof(Params) == 208, "Params differs from what the caller packs");
 
 // >>> common/sizes.cuh.j2
 constexpr int HEAD_DIM = 72;
@@ -236,18 +263,19 @@ constexpr int DIM_V_STEPS = (HEAD_DIM_V + MMA_K - 1) / MMA_K;  // of V and O, li
 constexpr int QK_CHUNKS = DIM_STEPS * MMA_K / CHUNK;           // chunks a row of Q and K
 constexpr int V_CHUNKS = DIM_V_STEPS * MMA_K / CHUNK;          // of V and O
 
-constexpr int WARP_M = TILE_M / WARPS;    // query rows a warp
+constexpr int WARP_M = TILE_M / WARPS;  // query rows a warp
+constexpr int WARP_N = TILE_N;          // keys a warp and step
 constexpr int M_FRAGS = WARP_M / MMA_M;   // row fragments a warp
-constexpr int WARP_N = TILE_N;            // keys a warp and step
 constexpr int S_FRAGS = WARP_N / MMA_N;   // column fragments of S
-constexpr int KV_STEPS = TILE_N / MMA_K;  // steps of P V
-static_assert(TILE_M % (WARPS * MMA_M) == 0 && TILE_N % MMA_K == 0, "tiles are whole fragments");
+constexpr int KV_STEPS = WARP_N / MMA_K;  // steps of P V
+static_assert(WARP_M % MMA_M == 0 && WARP_N % MMA_K == 0, "tiles are whole fragments");
 
 // Shared memory: Q | K x2 | V x2; at the end O lies over them.
 constexpr u32 K_BYTES = TILE_N * QK_CHUNKS * CHUNK_BYTES;
+constexpr int STAGES = 2;
 constexpr u32 V_BYTES = TILE_N * V_CHUNKS * CHUNK_BYTES;
 constexpr u32 K_OFFSET = TILE_M * QK_CHUNKS * CHUNK_BYTES;
-constexpr u32 V_OFFSET = K_OFFSET + 2 * K_BYTES;
+constexpr u32 V_OFFSET = K_OFFSET + STAGES * K_BYTES;
 
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
@@ -278,26 +306,64 @@ __device__ __forceinline__ u32 lane_address(u32 base, int row_offset, int step) 
     return (base ^ step % STEPS * 2 * CHUNK_BYTES) + (row_offset * CHUNKS + step / STEPS * STEPS * 2) * CHUNK_BYTES;
 }
 
+// A round of copies takes a multiple of 8 rows (or of 4), so that a thread stays in its chunk column and its swizzle, and
+// its addresses differ by constants. Where rows are no power of two long, that leaves some threads idle.
+template <int CHUNKS>
+constexpr int WHOLE_ROWS = THREADS / CHUNKS;
+template <int CHUNKS>
+constexpr int ROUND = WHOLE_ROWS<CHUNKS> - WHOLE_ROWS<CHUNKS> % (WHOLE_ROWS<CHUNKS> >= 8 ? 8 : WHOLE_ROWS<CHUNKS> >= 4 ? 4 : 1);
+
 // Starts the copy of ROWS rows from global memory. Rows outside [first, last) and the chunks past VALID_CHUNKS become
 // zeros, and the memory they would come from is not read. `row_stride` is in elements.
 template <int ROWS, int CHUNKS, int VALID_CHUNKS>
 __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stride, int first, int last) {
-    // A round of copies takes a multiple of 8 rows (or of 4), so that a thread stays in its chunk column and its swizzle,
-    // and its addresses differ by constants. Where rows are no power of two long, that leaves some threads idle.
-    constexpr int WHOLE_ROWS = THREADS / CHUNKS;
-    constexpr int ROUND = WHOLE_ROWS - WHOLE_ROWS % (WHOLE_ROWS >= 8 ? 8 : 4);
     const int first_row = threadIdx.x / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS;
     const bool whole = first <= 0 && last >= ROWS;
-    if (ROUND * CHUNKS == THREADS || first_row < ROUND) {
+    if (ROUND<CHUNKS> * CHUNKS == THREADS || first_row < ROUND<CHUNKS>) {
 #pragma unroll
-        for (int i = 0; i < (ROWS + ROUND - 1) / ROUND; ++i) {
-            const int row = first_row + i * ROUND;
-            if (ROWS % ROUND == 0 || row < ROWS) {
+        for (int i = 0; i < (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>; ++i) {
+            const int row = first_row + i * ROUND<CHUNKS>;
+            if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
                 const bool valid = whole || (row >= first && row < last);
                 cp_async_16(tile + tile_offset<CHUNKS>(row, chunk), src + row * row_stride + chunk * CHUNK,
                             valid && (VALID_CHUNKS == CHUNKS || chunk < VALID_CHUNKS));
             }
+        }
+    }
+}
+
+// Keys may lie in pages of 2^page_shift of them, of which `pages` has the numbers. A thread copies rows of the same places
+// in each tile, and finds their pages before it waits for anything else.
+template <int ROWS, int CHUNKS>
+constexpr int ROUNDS = (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>;
+
+// Of ROWS keys from `key` on; outside [first, last) a number may be anything, and is not read.
+template <int ROWS, int CHUNKS>
+__device__ __forceinline__ void find_pages(int (&found)[ROUNDS<ROWS, CHUNKS>], const int* pages, int page_shift, int key,
+                                           int first, int last) {
+#pragma unroll
+    for (int i = 0; i < ROUNDS<ROWS, CHUNKS>; ++i) {
+        const int at = key + threadIdx.x / CHUNKS + i * ROUND<CHUNKS>;
+        found[i] = at >= first && at < last ? static_cast<int>(ld_global_b32(pages + (at >> page_shift))) : 0;
+    }
+}
+
+// load_tile from the pages found.
+template <int ROWS, int CHUNKS, int VALID_CHUNKS>
+__device__ __forceinline__ void load_pages(u32 tile, const u16* src, const int (&found)[ROUNDS<ROWS, CHUNKS>],
+                                           i64 page_stride, i64 row_stride, int page_shift, int key, int first, int last) {
+    const int first_row = threadIdx.x / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS;
+    if (ROUND<CHUNKS> * CHUNKS < THREADS && first_row >= ROUND<CHUNKS>) return;
+#pragma unroll
+    for (int i = 0; i < ROUNDS<ROWS, CHUNKS>; ++i) {
+        const int row = first_row + i * ROUND<CHUNKS>, at = key + row;
+        if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
+            const int slot = at & ((1 << page_shift) - 1);
+            cp_async_16(tile + tile_offset<CHUNKS>(row, chunk),
+                        src + found[i] * page_stride + slot * row_stride + chunk * CHUNK,
+                        at >= first && at < last && (VALID_CHUNKS == CHUNKS || chunk < VALID_CHUNKS));
         }
     }
 }
@@ -346,27 +412,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u32 K_lane0 = K_smem + tile_offset<QK_CHUNKS>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 V_lane0 = V_smem + tile_offset<V_CHUNKS>(lane % 16, lane / 16);
 
-    auto load_k = [&](int n, u32 stage) {
-        for (int i = threadIdx.x; i < TILE_N * QK_CHUNKS; i += THREADS) {
-            const int tile_row = i / QK_CHUNKS, chunk = i % QK_CHUNKS, key = n * TILE_N + tile_row;
-            const bool valid = key >= key_begin && key < key_end;  // else its page may be any number
-            const i64 page = valid ? static_cast<int>(ld_global_b32(pages + (key >> params.page_shift))) : 0;
-            const i64 slot = key & ((1 << params.page_shift) - 1);
-            cp_async_16(K_smem + stage * K_BYTES + tile_offset<QK_CHUNKS>(tile_row, chunk),
-                        k + page * params.k_batch_stride + slot * params.k_row_stride + chunk * CHUNK,
-                        valid && chunk < HEAD_DIM / CHUNK);
-        }
+    int k_pages[ROUNDS<TILE_N, QK_CHUNKS>];
+    auto find = [&](int n) {
+        find_pages<TILE_N, QK_CHUNKS>(k_pages, pages, params.page_shift, n * TILE_N, key_begin, key_end);
     };
-    auto load_v = [&](int n, u32 stage) {
-        for (int i = threadIdx.x; i < TILE_N * V_CHUNKS; i += THREADS) {
-            const int tile_row = i / V_CHUNKS, chunk = i % V_CHUNKS, key = n * TILE_N + tile_row;
-            const bool valid = key >= key_begin && key < key_end;  // else its page may be any number
-            const i64 page = valid ? static_cast<int>(ld_global_b32(pages + (key >> params.page_shift))) : 0;
-            const i64 slot = key & ((1 << params.page_shift) - 1);
-            cp_async_16(V_smem + stage * V_BYTES + tile_offset<V_CHUNKS>(tile_row, chunk),
-                        v + page * params.v_batch_stride + slot * params.v_row_stride + chunk * CHUNK,
-                        valid && chunk < HEAD_DIM_V / CHUNK);
-        }
+    find(n_last);
+    auto load = [&](int n, u32 stage) {
+        load_pages<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(
+            K_smem + stage * K_BYTES, k, k_pages, params.k_batch_stride, params.k_row_stride,
+            params.page_shift, n * TILE_N, key_begin, key_end);
+        load_pages<TILE_N, V_CHUNKS, HEAD_DIM_V / CHUNK>(
+            V_smem + stage * V_BYTES, v, k_pages, params.v_batch_stride, params.v_row_stride,
+            params.page_shift, n * TILE_N, key_begin, key_end);
+        find(n - 1);  // what the next call will wait for
     };
 
     float O_rmem[M_FRAGS][2 * DIM_V_STEPS][4] = {};
@@ -391,22 +449,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         q + row / pack * params.q_row_stride + row % pack * params.q_head_stride + chunk * CHUNK,
                         row < seqlen_q && chunk < HEAD_DIM / CHUNK);
         }
-        load_k(n_last, 0);
-        load_v(n_last, 0);
+        load(n_last, 0);
         cp_async_commit();
     }
 
     for (int n = n_last; n >= n_first; --n) {
-        const int warp_col0 = n * TILE_N;       // a warp has all columns of the tile,
-        const int col0 = warp_col0 + 2 * quad;  // and this lane in fragment (j, c): col0 + j * MMA_N + c
-        const u32 stage = (n_last - n) & 1;
-        cp_async_wait<0>();
-        __syncthreads();  // K and V of this tile have landed for all; all have read the other stage
-        if (n > n_first) {
-            load_k(n - 1, stage ^ 1);
-            load_v(n - 1, stage ^ 1);
-            cp_async_commit();
-        }
+        // Columns of the warp: all of the tile; of this lane in fragment (j, c): col0 + j * MMA_N + c
+        const int warp_col0 = n * TILE_N;
+        const int col0 = warp_col0 + 2 * quad;
+        const int step = n_last - n;
+        const u32 stage = step % STAGES;
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // K and V of this tile have landed for all; all have read those of the last
+        if (n - (STAGES - 1) >= n_first) load(n - (STAGES - 1), (step + STAGES - 1) % STAGES);
+        cp_async_commit();
         const u32 K_lane = K_lane0 + stage * K_BYTES;
         const u32 V_lane = V_lane0 + stage * V_BYTES;
         // On the diagonal some warps see nothing of a tile.
@@ -554,8 +610,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 
     // >>> common/partial.cuh.j2
-    const int parts = gridDim.x / params.splits / m_tiles;  // of a split: batch entries times heads
-    const i64 lse_row0 = (static_cast<i64>(split) * parts + batch_head) * seqlen_q;
+    grid_allow_next();  // combine, which waits for all of this but need not be launched then
+    const i64 lse_row0 = static_cast<i64>(split) * params.rows + (batch * params.heads_q + head) * params.seqlen_q;
 #pragma unroll
     for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
@@ -568,15 +624,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int row = row0 + m * MMA_M + r * 8;
             if (params.lse && quad == 0 && row < seqlen_q) {
                 const float log2_sum = row_max[m][r] * params.softmax_scale_log2 + log2_approx(sum);
-                st_global_f32(params.lse + lse_row0 + row, sum == 0.0f ? NEG_INF : log2_sum * LN2);
+                st_global_f32(params.lse + lse_row0 + (row) % pack * params.seqlen_q + (row) / pack, sum == 0.0f ? NEG_INF : log2_sum * LN2);
             }
             if (row >= seqlen_q) continue;
-            float* o = params.o_partial + (lse_row0 + row) * HEAD_DIM_V + 2 * quad;
+            u16* o = params.o + batch * params.o_batch_stride + (row) / pack * params.o_row_stride +
+                     (head + row % pack) * params.o_head_stride + 2 * quad;
+            float* o_partial = params.o_partial + (lse_row0 + (row) % pack * params.seqlen_q + (row) / pack) * HEAD_DIM_V + 2 * quad;
 #pragma unroll
             for (int d = 0; d < 2 * DIM_V_STEPS; ++d) {
                 if (d * MMA_N >= HEAD_DIM_V) continue;
-                st_global_f32(o + d * MMA_N, O_rmem[m][d][2 * r] * factor);
-                st_global_f32(o + d * MMA_N + 1, O_rmem[m][d][2 * r + 1] * factor);
+                const float x = O_rmem[m][d][2 * r] * factor, y = O_rmem[m][d][2 * r + 1] * factor;
+                if (params.splits == 1) {
+                    st_global_b32(o + d * MMA_N, pack_bf16(x, y));
+                } else {
+                    st_global_f32(o_partial + d * MMA_N, x);
+                    st_global_f32(o_partial + d * MMA_N + 1, y);
+                }
             }
         }
     }
