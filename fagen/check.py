@@ -74,7 +74,7 @@ class Case:
 
     `window`, `dropout_p` and `values` (by the arguments of the score modifications: a number, or a function of the case
     and a generator that makes one) may be left out for features that the spec has: then the example of the modification
-    stands in. `large` marks a case that takes too long emulated.
+    stands in. `num_splits` and `ragged` are for spec.split_kv. `large` marks a case that takes too long emulated.
     """
 
     spec: AttentionSpec
@@ -89,6 +89,8 @@ class Case:
     values: Mapping[str, Any] = field(default_factory=dict)
     layout: Layout = "contiguous"
     lse_gradient: bool = False  # the loss depends on lse too
+    num_splits: int | None = None
+    ragged: bool = False  # each batch entry has its own number of keys, and NaN behind them
     large: bool = False
     seed: int = 0
 
@@ -107,6 +109,10 @@ class Case:
             parts.append(self.layout)
         if self.lse_gradient:
             parts.append("dlse")
+        if self.num_splits is not None:
+            parts.append(f"splits{self.num_splits}")
+        if self.ragged:
+            parts.append("ragged")
         if self.seed:
             parts.append(f"seed{self.seed}")
         return "-".join(parts)
@@ -118,12 +124,25 @@ class Case:
         n = self.batch
         return [(self.seqlen_q * (n - b) // n, self.seqlen_k * (b + 1) // n) for b in range(n)]
 
-    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        """Unit-normal q, k, v in the spec's dtype, the same on every device, and the arguments of the call."""
+    @property
+    def used(self) -> list[int]:
+        """With spec.split_kv, keys of each batch entry: seqlen_k, or where `ragged` from none up to that; of a single
+        entry two thirds."""
+        if not self.ragged:
+            return [self.seqlen_k] * self.batch
+        if self.batch == 1:
+            return [self.seqlen_k * 2 // 3]
+        return [self.seqlen_k * b // (self.batch - 1) for b in range(self.batch)]
+
+    def inputs(self, device: torch.device | str = "cpu", *, drawn_there: bool = False) -> Inputs:
+        """Unit-normal q, k, v in the spec's dtype, and the arguments of the call. The same on every device, unless q, k
+        and v are `drawn_there`, which takes a fraction of the time."""
         generator = torch.Generator().manual_seed(self.seed)
+        draws = torch.Generator(device).manual_seed(self.seed) if drawn_there else generator
 
         def tensor(seqlen: int, heads: int, dim: int) -> Tensor:
-            x = torch.randn(1 if self.spec.varlen else self.batch, seqlen, heads, dim, generator=generator)
+            shape = (1 if self.spec.varlen else self.batch, seqlen, heads, dim)
+            x = torch.randn(shape, generator=draws, device=draws.device)
             x = lay_out(x.to(device, DTYPES[self.spec.dtype]), self.layout)
             return x[0] if self.spec.varlen else x
 
@@ -138,6 +157,9 @@ class Case:
         q = tensor(seqlen_q, self.heads, self.spec.head_dim)
         k = tensor(seqlen_k, self.heads_k, self.spec.head_dim)
         v = tensor(seqlen_k, self.heads_k, self.spec.dim_v)
+        if self.ragged:
+            for b, count in enumerate(self.used):
+                k[b, count:], v[b, count:] = math.nan, math.nan
         if self.softmax_scale is not None:
             call["softmax_scale"] = self.softmax_scale
         if self.spec.window or self.window is not None:
@@ -147,8 +169,10 @@ class Case:
             call["seed"] = self.seed
         if self.spec.paged:
             k, v, call["block_table"] = _in_pages(k, v, generator)
-        if self.spec.paged or self.spec.split_kv:
-            call["seqused_k"] = torch.full((self.batch,), self.seqlen_k, dtype=torch.int32, device=device)
+        if self.spec.split_kv:
+            call["seqused_k"] = torch.tensor(self.used, dtype=torch.int32, device=device)
+        if self.num_splits is not None:
+            call["num_splits"] = self.num_splits
         context = CallContext(
             batch=self.batch,
             heads_q=self.heads,
@@ -179,14 +203,25 @@ class Case:
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (Tq, Hq, Dv) and (Hq, Tq), in float64."""
+        call = _for_reference(inputs) | {"causal": self.spec.causal}
         if self.spec.varlen:
-            return reference.packed(inputs.q, inputs.k, inputs.v, causal=self.spec.causal, **_for_reference(inputs))
+            return reference.packed(inputs.q, inputs.k, inputs.v, **call)
+        if self.spec.split_kv:
+            return self._reference_of_used(inputs, call)
+        o, lse = reference.attention(inputs.q, inputs.k, inputs.v, **call)
+        return o, lse
+
+    def _reference_of_used(self, inputs: Inputs, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The same where each batch entry has its own number of keys: as packed sequences, one at a time."""
         k, v = inputs.k, inputs.v
         if self.spec.paged:
             table = inputs.call["block_table"].long()
             k, v = (x[table].flatten(1, 2)[:, : self.seqlen_k] for x in (k, v))
-        o, lse = reference.attention(inputs.q, k, v, causal=self.spec.causal, **_for_reference(inputs))
-        return o, lse
+        q, k, v = (x.flatten(0, 1) for x in (inputs.q, k, v))
+        begins = torch.arange(self.batch + 1)
+        o, lse = reference.packed(q, k, v, begins * self.seqlen_q, begins * self.seqlen_k, **call)
+        shape = (self.batch, self.seqlen_q)
+        return o.view(*shape, *o.shape[1:]), lse.view(lse.shape[0], *shape).transpose(0, 1)
 
     def reference_gradients(self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv in float64."""
@@ -201,8 +236,7 @@ def alibi_slopes_per_batch(case: Case, generator: torch.Generator) -> Tensor:
 
 def _for_reference(inputs: Inputs) -> dict[str, Any]:
     """The arguments of the call but for those that only save time, or say where all keys are."""
-    packed = "cu_seqlens_q" in inputs.call
-    left_out = {"max_seqlen_q", "max_seqlen_k", "block_table"} | (set() if packed else {"seqused_k"})
+    left_out = ("max_seqlen_q", "max_seqlen_k", "block_table", "num_splits")
     return {name: value for name, value in inputs.call.items() if name not in left_out}
 
 
@@ -406,7 +440,9 @@ def _flash_call(case: Case, inputs: Inputs, grad: bool = False) -> _FlashCall | 
     """None without a GPU or where SDPA's flash backend cannot express the call: it has no modifications, windows or
     such dropout, one head dim, and aligns causal masks to the top left."""
     spec = case.spec
-    expressible = not (spec.mods or spec.window or spec.dropout or spec.varlen) and spec.dim_v == spec.head_dim
+    expressible = not (spec.mods or spec.window or spec.dropout or spec.varlen or spec.paged or case.ragged)
+    if spec.dim_v != spec.head_dim:
+        expressible = False
     if spec.causal and case.seqlen_q != case.seqlen_k:
         expressible = False
     if max(case.batch, case.heads) > 65535:  # its launch puts each in a grid dimension of its own
@@ -454,7 +490,7 @@ class CheckResult:
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON can hold them: numbers that are not finite as strings."""
         fields = asdict(self) | {"spec": self.spec.model_dump(mode="json")}
-        return {name: _jsonable(value) for name, value in fields.items()}
+        return {name: jsonable(value) for name, value in fields.items()}
 
 
 def check(
@@ -490,7 +526,7 @@ def check(
 
     start = time.perf_counter()
     o, lse = call(poison=True)
-    seconds = time.perf_counter() - start if emulated else _seconds_on_gpu(call)
+    seconds = time.perf_counter() - start if emulated else seconds_on_gpu(call)
 
     expected_o, expected_lse = case.reference(inputs)
     flash = flash_error(case, inputs, expected_o)
@@ -539,7 +575,7 @@ def _backward_seconds(case: Case, attention: Attention, inputs: Inputs) -> float
         return torch.autograd.grad(o, leaves, d_o, retain_graph=True)
 
     if inputs.q.device.type == "cuda":
-        return _seconds_on_gpu(backward)
+        return seconds_on_gpu(backward)
     start = time.perf_counter()
     backward()
     return time.perf_counter() - start
@@ -556,12 +592,13 @@ def _check_gradients(case: Case, attention: Attention, inputs: Inputs) -> tuple[
         _, _, gradients = differentiate(attention, inputs, d_o, d_lse)
         compared = compare_gradients(loss, inputs, gradients, expected, flash)
         for name, result in compared.items():
-            if name not in results or _badness(result) > _badness(results[name]):
+            if name not in results or badness(result) > badness(results[name]):
                 results[name] = result
     return results, flash
 
 
-def _badness(result: Comparison) -> float:
+def badness(result: Comparison) -> float:
+    """How far off a result is for what it may be: infinite for NaN."""
     ratio = max(result.error / result.budget, result.elementwise)
     return math.inf if math.isnan(result.error) else ratio
 
@@ -577,10 +614,7 @@ def _default_case(
     seed: int,
 ) -> Case:
     """The case that `check` runs: what is not given follows from what is."""
-    if heads is None:
-        heads = 2 if heads_k is None else 2 * heads_k
-    if heads_k is None:
-        heads_k = heads // 2 if heads % 2 == 0 else heads
+    heads, heads_k = pair_of_heads(heads, heads_k)
     length = 150 if emulated else 2000
     seqlen_q = length if seqlen_q is None else seqlen_q
     seqlen_k = seqlen_q + 20 if seqlen_k is None else seqlen_k
@@ -588,12 +622,22 @@ def _default_case(
     for name, size in (("batch", batch), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         if size < 0:
             raise SpecError(f"{name}={size} must not be negative")
-    if heads < 1 or heads_k < 1 or heads % heads_k:
-        raise SpecError(f"heads={heads} must be a positive multiple of heads_k={heads_k}")
     return Case(spec=spec, batch=batch, heads=heads, heads_k=heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seed=seed)
 
 
-def _seconds_on_gpu(call: Callable[[], Any], calls: int = 10) -> float:
+def pair_of_heads(heads: int | None, heads_k: int | None) -> tuple[int, int]:
+    """Heads of q and of k and v: what is not given follows from what is. Raises SpecError where they do not go
+    together."""
+    if heads is None:
+        heads = 2 if heads_k is None else 2 * heads_k
+    if heads_k is None:
+        heads_k = heads // 2 if heads % 2 == 0 else heads
+    if heads < 1 or heads_k < 1 or heads % heads_k:
+        raise SpecError(f"heads={heads} must be a positive multiple of heads_k={heads_k}")
+    return heads, heads_k
+
+
+def seconds_on_gpu(call: Callable[[], Any], calls: int = 10) -> float:
     """Median duration of a call by CUDA events, in seconds, after two that warm up."""
     call(), call()
     pairs = [(_event(), _event()) for _ in range(calls)]
@@ -609,13 +653,14 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that are not finite as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {name: _jsonable(item) for name, item in value.items()}
+        return {name: jsonable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     return value
 
 

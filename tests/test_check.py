@@ -11,6 +11,7 @@ import torch
 from cases import CASES, GRADIENTS
 from torch import Tensor
 
+from fagen import check_decode as decode
 from fagen import ops, reference
 from fagen.check import (
     Case,
@@ -239,6 +240,29 @@ def test_upstream_gradients_have_the_layout_of_the_case() -> None:
     assert not d_o.isnan().any() and not d_lse.isnan().any()
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("batch", "used"), [(1, [26]), (3, [0, 20, 40])])
+def test_ragged_entries_have_their_own_keys(batch: int, used: list[int], paged: bool) -> None:
+    """The reference is that of each entry's keys alone, and behind them there is NaN."""
+    spec = AttentionSpec(head_dim=16, causal=True, alibi=True, split_kv=True, paged=paged)
+    case = Case(spec=spec, batch=batch, heads=4, heads_k=2, seqlen_q=3, seqlen_k=40, ragged=True, num_splits=2)
+    inputs = case.inputs()
+    assert case.used == inputs.call["seqused_k"].tolist() == used and inputs.call["num_splits"] == 2
+    k, v = inputs.k, inputs.v
+    if paged:
+        k, v = (x[inputs.call["block_table"].long()].flatten(1, 2) for x in (k, v))
+    o, lse = case.reference(inputs)
+    for b, count in enumerate(used):
+        assert k[b, count:].isnan().all() and not k[b, :count].isnan().any() and v[b, count:].isnan().all()
+        expected = reference.attention(
+            *(inputs.q[b, None], k[b, None, :count], v[b, None, :count]),
+            causal=True,
+            alibi_slopes=inputs.call["alibi_slopes"],
+        )
+        assert torch.equal(o[b], expected[0][0]) and torch.equal(lse[b], expected[1][0])
+    assert case.id.endswith("-splits2-ragged")
+
+
 def test_flash_has_no_word_on_the_cpu() -> None:
     case = Case(spec=SPEC)
     inputs = case.inputs()
@@ -331,3 +355,119 @@ def test_check_on_the_gpu() -> None:
     assert result.passed and not result.emulated and result.flash_error is not None
     assert result.o.error <= 1.2 * result.flash_error
     assert set(result.flash_gradient_errors) == set(result.gradients)
+
+
+# ---------------------------------------------------------------- check --decode
+
+SPLIT = AttentionSpec(head_dim=16, split_kv=True)
+TINY = {"batch": 2, "heads": 8, "heads_k": 4, "seqlen_q": 2, "seqlen_k": 150}
+
+
+def test_the_grid_for_a_gpu() -> None:
+    cases = decode.problems(AttentionSpec(head_dim=128, split_kv=True), emulated=False, seed=3)
+    assert len({case.id for case in cases}) == len(cases) and {case.seed for case in cases} == {3}
+    full = [case for case in cases if not case.ragged]
+    assert {case.seqlen_q for case in full} == {1} and len(full) * 2 == len(cases)
+    assert {case.seqlen_q for case in cases if case.ragged} == {1, 3, 8, 16}
+    assert {case.seqlen_k for case in full} == {256, 1024, 4096, 16384, 65536, 131072}
+    assert {(case.heads, case.heads_k) for case in full} == {(32, 8), (16, 16)}
+    assert {case.batch for case in full} == {1, 16, 128}
+    assert max(2 * case.batch * case.seqlen_k * case.heads_k * 128 * 2 for case in cases) <= 2**31
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+def test_the_emulated_grid_is_small_and_each_norm_is_over_many_elements(head_dim: int) -> None:
+    cases = decode.problems(AttentionSpec(head_dim=head_dim, split_kv=True), emulated=True)
+    assert {case.batch for case in cases} == {1, 3} and any(case.heads == case.heads_k for case in cases)
+    assert all(case.batch * case.seqlen_k <= 2048 for case in cases)
+    assert all(case.batch * case.seqlen_q * case.heads * head_dim >= 512 for case in cases)
+
+
+def test_sizes_that_are_given_take_the_place_of_the_grid_s() -> None:
+    full, ragged = decode.problems(SPLIT, emulated=True, **TINY)
+    for case in (full, ragged):
+        assert {name: getattr(case, name) for name in TINY} == TINY
+    assert ragged.ragged and not full.ragged
+    # More keys than the grid has, but some call there is.
+    assert {case.batch for case in decode.problems(SPLIT, emulated=True, seqlen_k=5000)} == {1}
+    assert {case.seqlen_k for case in decode.problems(SPLIT, emulated=True, batch=100)} == {256}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"heads": 3, "heads_k": 2}, "multiple"),
+        ({"heads": 0}, "positive"),
+        ({"batch": 0}, "batch=0 must be positive"),
+        ({"seqlen_k": -5}, "seqlen_k=-5 must be positive"),
+    ],
+)
+def test_the_grid_refuses_sizes_that_cannot_be(sizes: dict[str, int], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        decode.problems(SPLIT, emulated=True, **sizes)
+    with pytest.raises(SpecError, match="add --split-kv"):
+        decode.problems(SPEC, emulated=True)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_check_decode_emulated(paged: bool) -> None:
+    cases = decode.problems(SPLIT.model_copy(update={"paged": paged}), emulated=True, **TINY)
+    done: list[Case] = []
+    result = decode.check_decode(cases, arch="sm80", emulate=True, on_done=done.append)
+    assert result.passed and result.emulated and done == cases and result.smem_bytes["fwd"] > 0
+    assert [(call.case.ragged, call.case.num_splits) for call in result.calls] == [
+        (ragged, parts) for ragged in (False, True) for parts in (None, 1, 5)
+    ]
+    for call in result.calls:
+        assert 0 < call.o.error <= call.o.budget == BUDGET and call.seconds is None and call.tbps is None
+    # 2 * 150 keys, or none and 150, of 4 heads, and 2 * 2 queries of 8; k and v, q and o.
+    assert {call.bytes for call in result.calls} == {(300 * 4 + 32) * 16 * 2 * 2, (150 * 4 + 32) * 16 * 2 * 2}
+    assert max(call.o.error for call in result.calls) == result.worst.o.error
+    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert document["passed"] and document["spec"]["paged"] == paged and document["calls"][5]["num_splits"] == 5
+
+
+def test_check_decode_reports_which_calls_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that loses the last part of several."""
+    original = ops.Attention.__call__
+
+    def wrong(self: ops.Attention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Any:
+        if call["num_splits"] == 5:
+            call["seqused_k"] = call["seqused_k"] * 4 // 5
+        return original(self, q, k, v, **call)
+
+    monkeypatch.setattr(ops.Attention, "__call__", wrong)
+    result = decode.check_decode(decode.problems(SPLIT, emulated=True, **TINY), arch="sm80", emulate=True)
+    assert not result.passed
+    assert [call.case.num_splits for call in result.calls if not call.passed] == [5, 5]
+    assert result.worst.case.num_splits == 5
+
+
+def test_check_decode_finds_keys_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ops.Attention.__call__
+
+    def wrong(self: ops.Attention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Any:
+        return original(self, q, k, v, **(call | {"seqused_k": None}))
+
+    monkeypatch.setattr(ops.Attention, "__call__", wrong)
+    result = decode.check_decode(decode.problems(SPLIT, emulated=True, **TINY), arch="sm80", emulate=True)
+    assert [call.passed for call in result.calls] == [True] * 3 + [False] * 3
+    assert result.to_json()["calls"][3]["o"]["error"] == "nan" and result.worst.case.ragged
+
+
+def test_a_fault_names_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(*_: Any, num_splits: int | None, **__: Any) -> Any:
+        raise LaunchError("line 7: read of an unwritten shared word")
+
+    monkeypatch.setattr(ops.Attention, "__call__", stops)
+    with pytest.raises(LaunchError, match=r"b2h8k4-q2k150.*: line 7: read"):
+        decode.check_decode(decode.problems(SPLIT, emulated=True, **TINY), arch="sm80", emulate=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+def test_check_decode_on_the_gpu(paged: bool) -> None:
+    spec = AttentionSpec(head_dim=128, split_kv=True, paged=paged, causal=True)
+    result = decode.check_decode(decode.problems(spec, emulated=False, seqlen_k=65536))
+    assert result.passed and not result.emulated
+    assert all(call.seconds and call.tbps for call in result.calls)

@@ -380,6 +380,71 @@ def test_check_refuses_sizes_that_cannot_be(run: Fagen) -> None:
     assert outcome.code == 2 and "fagen: error: heads=3" in outcome.err and outcome.out == ""
 
 
+DECODE = ("check", *SMALL, "--decode", "--split-kv", "--batch", "2", "--seqlen-k", "100", "--heads", "8")
+
+
+def test_check_of_decoding(run: Fagen) -> None:
+    outcome = run(*DECODE, "--both", "paged")
+    assert outcome.code == 0, outcome.err
+    for text in (
+        "fwd_hdim16_bf16_splitkv_sm80",
+        "fwd_hdim16_bf16_paged_splitkv_sm80",
+        "CPU (emulated)",
+        "a block",
+        "error of lse",
+        "0 to 100",
+        "chosen",
+        "worst call",
+        "of 2.50e-03",
+    ):
+        assert text in outcome.out
+    rows = [line.split() for line in outcome.out.splitlines() if line.split()[1:2] == ["8/4"]]
+    assert len(rows) == 2 * 2 * 3 and all(row[-1] == "right" for row in rows)
+    assert [row[-4] for row in rows[:3]] == ["chosen", "1", "5"] and "TB/s" not in outcome.out
+    assert "2 of 2 kernels are right" in outcome.err
+    document = run(*DECODE, "--json").document
+    (result,) = document["checks"]
+    assert document["passed"] and result["passed"] and len(result["calls"]) == 6
+    assert result["calls"][0]["o"]["error"] <= result["calls"][0]["o"]["budget"]
+
+
+def test_check_of_decoding_past_the_budget_fails(run: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fagen import check_decode
+
+    right = check_decode.check_decode
+
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        """As on a card, with times, and one call wrong."""
+        result = right(*arguments, **named)
+        calls = [dataclasses.replace(call, seconds=1e-5) for call in result.calls]
+        lse = dataclasses.replace(calls[1].lse, error=float("nan"), passed=False)
+        calls[1] = dataclasses.replace(calls[1], lse=lse)
+        return dataclasses.replace(result, calls=tuple(calls), emulated=False)
+
+    monkeypatch.setattr(check_decode, "check_decode", wrong)
+    outcome = run(*DECODE)
+    assert outcome.code == 1 and "past the budget" in outcome.out
+    assert outcome.out.count("right") == 5 and "TB/s" in outcome.out and outcome.out.count("10.0 us") == 6
+    assert "splits 1" in next(line for line in outcome.out.splitlines() if "worst call" in line)
+
+
+def test_check_of_decoding_that_stops_or_cannot_be(run: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fagen import check_decode
+
+    def stops(cases: Any, **named: Any) -> Any:
+        raise LaunchError(f"{cases[0].id}: a fault")
+
+    monkeypatch.setattr("fagen.build.build", lambda *_, **__: None)
+    monkeypatch.setattr(check_decode, "check_decode", stops)
+    outcome = run(*DECODE)
+    assert outcome.code == 1 and "b2h8k4-q1k100: a fault" in outcome.out and "stopped" in outcome.out
+    monkeypatch.setattr("fagen.build.build", lambda *_, **__: pytest.fail("built before it looked"))
+    for arguments, message in ((DECODE[:-2], "add --split-kv"), (DECODE, "multiple")):
+        more = ("--no-split-kv",) if arguments is not DECODE else ("--heads-k", "3")
+        outcome = run(*arguments, *more)
+        assert outcome.code == 2 and message in outcome.err and outcome.out == ""
+
+
 # How it says no
 
 
