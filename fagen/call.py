@@ -60,16 +60,17 @@ def packed_tiles(sizes: Sizes, q: torch.Tensor, rows: int) -> int:
 
 
 class Packed(NamedTuple):
-    """Where packed sequences lie, or which keys of a batch count. Of a prepared call the tensors are None."""
+    """Where packed sequences lie, or which keys of a batch count."""
 
-    # With spec.varlen cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k; with spec.split_kv seqused_k, with
-    # spec.paged also block_table.
-    tensors: tuple[torch.Tensor | None, ...]
+    # As PACKED_TENSORS names them with spec.varlen, CACHE_TENSORS with spec.split_kv; of a prepared call True for each
+    # tensor. None where none is given.
+    tensors: tuple[torch.Tensor | bool | None, ...]
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
 
-CACHE_TENSORS = ("seqused_k", "block_table")
+CACHE_TENSORS = ("seqused_k", "block_table", "leftpad_k", "cache_batch_idx")
+_OF_PAGES = ("block_table",)  # a parameter of kernels with paged caches alone
 PACKED_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
@@ -89,16 +90,21 @@ class Values(NamedTuple):
         return tuple(value for value in (*self.mods, *packed) if isinstance(value, torch.Tensor))
 
     def without_tensors(self) -> Values:
-        """The same with None for each tensor."""
+        """The same without the memory of the tensors."""
         mods = tuple(None if isinstance(value, torch.Tensor) else value for value in self.mods)
-        packed = self.packed and self.packed._replace(tensors=(None,) * len(self.packed.tensors))
+        packed = self.packed
+        if packed is not None:
+            packed = packed._replace(tensors=tuple(None if value is None else True for value in packed.tensors))
         return self._replace(mods=mods, packed=packed)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Values:
-        """The same with `tensors` for the entries that are None."""
+        """The same with `tensors` in their places."""
         rest = iter(tensors)
         mods = tuple(next(rest) if value is None else value for value in self.mods)
-        return self._replace(mods=mods, packed=self.packed and self.packed._replace(tensors=tuple(rest)))
+        packed = self.packed
+        if packed is not None:
+            packed = packed._replace(tensors=tuple(None if value is None else next(rest) for value in packed.tensors))
+        return self._replace(mods=mods, packed=packed)
 
 
 class Scalars(NamedTuple):
@@ -140,7 +146,7 @@ def check_tensors(
     batch = 1 if spec.varlen else q.shape[0]
     if spec.paged:
         seqlen_k = _paged_length(batch, k, v, packed)
-    elif not spec.varlen and (k.shape[0] != batch or v.shape[0] != batch):
+    elif not spec.varlen and (v.shape[0] != k.shape[0] or (k.shape[0] != batch and not _has_batch_idx(spec, packed))):
         raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
     if v.shape[-3] != k.shape[-3] or v.shape[-2] != heads_k:
         raise SpecError(
@@ -152,11 +158,16 @@ def check_tensors(
     return _packed_sizes(sizes, packed, q.device) if spec.varlen else sizes
 
 
+def _has_batch_idx(spec: AttentionSpec, packed: Packed | None) -> bool:
+    """Whether the call says which entry of k and v is that of each entry of q."""
+    return spec.split_kv and packed is not None and packed.tensors[CACHE_TENSORS.index("cache_batch_idx")] is not None
+
+
 def _paged_length(batch: int, k: torch.Tensor, v: torch.Tensor, packed: Packed | None) -> int:
     """How many keys a batch entry may have: those of all pages in its row of the block table."""
-    if packed is None or len(packed.tensors) < 2:
+    if packed is None:
         raise SpecError("the spec has paged=True: pass block_table=... and seqused_k=...")
-    table, size = packed.tensors[1], k.shape[1]
+    table, size = packed.tensors[CACHE_TENSORS.index("block_table")], k.shape[1]
     if (
         not isinstance(table, torch.Tensor)
         or (table.dtype, table.device, table.dim()) != (torch.int32, k.device, 2)
@@ -178,7 +189,9 @@ def _packed_sizes(totals: Sizes, packed: Packed | None, device: torch.device) ->
     if packed is None:
         raise SpecError("the spec has varlen=True: pass cu_seqlens_q=... and cu_seqlens_k=...")
     entries: int | None = None
-    for name, tensor in zip(PACKED_TENSORS, packed.tensors, strict=False):
+    for name, tensor in zip(PACKED_TENSORS, packed.tensors, strict=True):
+        if name == "seqused_k" and tensor is None:
+            continue
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.dim() != 1:
             what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)
             raise SpecError(f"{name} is {what}; expected a tensor of one dimension and dtype int32")
@@ -232,13 +245,14 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
             else:
                 made[name] = packed
         index += isinstance(value, torch.Tensor)
-    names = (
-        PACKED_TENSORS if spec.varlen else CACHE_TENSORS if spec.paged else CACHE_TENSORS[:1] if spec.split_kv else ()
-    )
-    of_sequences = () if values.packed is None else values.packed.tensors
-    if spec.split_kv and of_sequences:
-        _check_used(of_sequences[0], sizes.batch, device)
-    tensors |= {name: index + i if i < len(of_sequences) else None for i, name in enumerate(names)}
+    names = PACKED_TENSORS if spec.varlen else CACHE_TENSORS if spec.split_kv else ()
+    of_sequences = (None,) * len(names) if values.packed is None else values.packed.tensors
+    for name, tensor in zip(names, of_sequences, strict=True):
+        if spec.split_kv and name not in _OF_PAGES:
+            check_of_entries(name, tensor, sizes.batch, device)
+        if spec.paged or name not in _OF_PAGES:
+            tensors[name] = None if tensor is None else index
+        index += tensor is not None
     _check_splits(spec, values.num_splits)
     fields |= _window(spec, values.window, sizes)
     fields |= _dropout(spec, values.dropout_p)
@@ -262,13 +276,15 @@ def _window(spec: AttentionSpec, window: tuple[int, int] | None, sizes: Sizes) -
     return {"window_left": left, "window_right": 0 if spec.causal else right}
 
 
-def _check_used(seqused_k: Any, batch: int, device: torch.device) -> None:
-    if (
-        not isinstance(seqused_k, torch.Tensor)
-        or (seqused_k.dtype, seqused_k.device, tuple(seqused_k.shape)) != (torch.int32, device, (batch,))
-        or not seqused_k.is_contiguous()
-    ):
-        raise SpecError(f"seqused_k must be an int32 tensor ({batch},) on {device}, a number of keys a batch entry")
+def check_of_entries(name: str, value: Any, batch: int, device: torch.device) -> None:
+    """SpecError unless `value` is None or a number for each batch entry."""
+    if value is None:
+        return
+    expected = f"expected int32 ({batch},) on {device}, contiguous"
+    if not isinstance(value, torch.Tensor):
+        raise SpecError(f"{name}={value!r}; {expected}")
+    if (value.dtype, value.device, tuple(value.shape)) != (torch.int32, device, (batch,)) or not value.is_contiguous():
+        raise SpecError(f"{name} is {value.dtype} {tuple(value.shape)} on {value.device}; {expected}")
 
 
 def _check_splits(spec: AttentionSpec, num_splits: int | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fagen import reference
-from fagen.call import DTYPES, philox_state
+from fagen.call import DTYPES, check_of_entries, philox_state
 from fagen.errors import SpecError
 from fagen.ops import Attention
 from fagen.spec import HEAD_DIM_STEP, AttentionSpec
@@ -279,16 +279,15 @@ def flash_attn_with_kvcache(
     keys, or all at the first of them where there is neither causal nor a window; of (even, odd) pairs of columns with
     rotary_interleaved, else of the two halves.
     cache_seqlens: int32 (B,) or one number: how many keys of each entry count; default all.
+    cache_batch_idx: int32 (B,): which entry of contiguous caches is that of each query; default its own.
+    cache_leftpad: int32 (B,): the first row of each entry that is a key; cache_seqlens counts those before it too.
     num_splits: parts of the keys; 0 is what keeps the card busy.
     The others as in `flash_attn_func`. Nothing is read back to the host, and there are no gradients.
 
     Returns o (B, Sq, Hq, Dv); with return_softmax_lse (o, softmax_lse), (B, Hq, Sq).
 
-    Raises SpecError as `flash_attn_func`, and for cache_batch_idx and cache_leftpad.
+    Raises SpecError as `flash_attn_func`.
     """
-    for name, value in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if value is not None:
-            raise SpecError(f"{name} is not served: entry b of q has entry b of the caches, from its first key on")
     if (k is None) != (v is None):
         raise SpecError("k and v go together: pass both, or neither")
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
@@ -301,14 +300,15 @@ def flash_attn_with_kvcache(
     batch, device = q.shape[0], q.device
     used: Tensor | None = None
     if isinstance(cache_seqlens, Tensor):
-        used = cache_seqlens
-        if used.dtype != torch.int32 or used.shape != (batch,) or used.device != device:
-            raise SpecError(
-                f"cache_seqlens is {used.dtype} {tuple(used.shape)} on {used.device}; "
-                f"expected int32 ({batch},) on {device}"
-            )
+        used = cache_seqlens.contiguous()
     elif cache_seqlens is not None:
         used = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    # All of it before the caches are written to.
+    per_entry = {"cache_seqlens": used, "cache_leftpad": cache_leftpad, "cache_batch_idx": cache_batch_idx}
+    for name, value in per_entry.items():
+        check_of_entries(name, value, batch, device)
+    if cache_batch_idx is not None and block_table is not None:
+        raise SpecError("cache_batch_idx and block_table exclude each other: both say where entries have their keys")
     if used is None and block_table is not None:
         raise SpecError("block_table is given: pass cache_seqlens, how many keys each entry has")
     if k is not None and v is not None:
@@ -322,7 +322,7 @@ def flash_attn_with_kvcache(
                 of_queries = torch.zeros_like(of_queries)
             q = _rotated(q, rotary_cos, rotary_sin, used.long()[:, None] + of_queries, rotary_interleaved)
             k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
-        entries = torch.arange(batch, device=device)[:, None]
+        entries = (torch.arange(batch, device=device) if cache_batch_idx is None else cache_batch_idx.long())[:, None]
         if block_table is not None:
             size = k_cache.shape[1]
             entries, places = block_table.long()[entries, places // size], places % size
@@ -343,7 +343,13 @@ def flash_attn_with_kvcache(
         alibi_slopes,
         False,
         return_softmax_lse,
-        {"seqused_k": used, "num_splits": num_splits or None, "block_table": block_table},
+        {
+            "seqused_k": used,
+            "num_splits": num_splits or None,
+            "block_table": block_table,
+            "leftpad_k": cache_leftpad,
+            "cache_batch_idx": cache_batch_idx,
+        },
     )
     return result[:2] if return_softmax_lse else result
 

@@ -2,7 +2,7 @@
 
 A spec travels as its JSON, the target as its name ("" is the device's own). The values of score modifications come in
 the order of the spec, tensors in `mod_tensors` and numbers in `mod_numbers`, the other list's entry None or 0. `packed`
-is empty, or has cu_seqlens_q, cu_seqlens_k and perhaps seqused_k.
+is empty, or has what `fagen.call.Packed` has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECOND_DERIVATIVE = (
 
 _VALUES = (
     "str spec, str arch, float? softmax_scale, SymInt[]? window, float? dropout_p, Tensor?[] mod_tensors, "
-    "float[] mod_numbers, Tensor[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? num_splits, "
+    "float[] mod_numbers, Tensor?[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? num_splits, "
     "Tensor? philox_state"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -57,7 +57,7 @@ def _values(
     dropout_p: float | None,
     mod_tensors: Sequence[torch.Tensor | None],
     mod_numbers: Sequence[float],
-    packed: Sequence[torch.Tensor],
+    packed: Sequence[torch.Tensor | None],
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     num_splits: int | None,

@@ -112,6 +112,8 @@ class Attention:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         block_table: torch.Tensor | None = None,
+        leftpad_k: torch.Tensor | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
         num_splits: int | None = None,
         return_lse: Literal[False] = False,
         _poison: bool = False,
@@ -137,6 +139,8 @@ class Attention:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         block_table: torch.Tensor | None = None,
+        leftpad_k: torch.Tensor | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
         num_splits: int | None = None,
         return_lse: Literal[True],
         _poison: bool = False,
@@ -161,6 +165,8 @@ class Attention:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         block_table: torch.Tensor | None = None,
+        leftpad_k: torch.Tensor | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
         num_splits: int | None = None,
         return_lse: bool = False,
         _poison: bool = False,
@@ -187,6 +193,9 @@ class Attention:
         block_table: int32 (B, pages), with spec.paged: k and v are then (pages of all, size of a page, Hk, ...), the
         size a power of two from 16 on, and the keys of entry b from i * size on lie in page block_table[b, i]. Entries
         and slots that seqused_k does not reach may hold anything.
+        leftpad_k: int32 (B,), with spec.split_kv: the first key that counts of each entry; seqused_k counts those
+        before it too. Default 0. cache_batch_idx: int32 (B,), with spec.split_kv and contiguous k and v: which entry of
+        k and v each entry of q has; default its own. No check reads the numbers.
         num_splits: with spec.split_kv, into how many parts the keys are split, 1 to 128; default what keeps the card
         busy.
         values_of_mods: by its argument, the value of any other score modification that the spec has.
@@ -203,7 +212,16 @@ class Attention:
                 raise SpecError("_poison is for plain tensors in eager mode")
             return self._through_operators(
                 *(q, k, v, softmax_scale, softcap, window, alibi_slopes, dropout_p, seed),
-                self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table),
+                self._packed(
+                    cu_seqlens_q,
+                    cu_seqlens_k,
+                    seqused_k,
+                    max_seqlen_q,
+                    max_seqlen_k,
+                    block_table,
+                    leftpad_k,
+                    cache_batch_idx,
+                ),
                 num_splits,
                 return_lse,
                 values_of_mods,
@@ -228,11 +246,22 @@ class Attention:
             or max_seqlen_q is not None
             or max_seqlen_k is not None
             or block_table is not None
+            or leftpad_k is not None
+            or cache_batch_idx is not None
         ):
-            packed = self._packed(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table)
+            packed = self._packed(
+                cu_seqlens_q,
+                cu_seqlens_k,
+                seqused_k,
+                max_seqlen_q,
+                max_seqlen_k,
+                block_table,
+                leftpad_k,
+                cache_batch_idx,
+            )
             if packed is not None:
-                tensors += tuple([tensor for tensor in packed.tensors if tensor is not None])
-                values += (len(packed.tensors), max_seqlen_q, max_seqlen_k)
+                tensors += tuple([tensor for tensor in packed.tensors if isinstance(tensor, torch.Tensor)])
+                values += (*[tensor is None for tensor in packed.tensors], max_seqlen_q, max_seqlen_k)
         if num_splits is not None:
             values += (num_splits,)
         call = self._recent.find(values, q, k, v, *tensors)
@@ -293,23 +322,31 @@ class Attention:
         max_seqlen_q: int | None,
         max_seqlen_k: int | None,
         block_table: torch.Tensor | None,
+        leftpad_k: torch.Tensor | None,
+        cache_batch_idx: torch.Tensor | None,
     ) -> Packed | None:
         """Where packed sequences lie or which keys count; None where nothing says so."""
         check_given("paged", "block_table", self.spec.paged, block_table)
         check_given("varlen", "cu_seqlens_q", self._varlen, cu_seqlens_q)
         check_given("varlen", "cu_seqlens_k", self._varlen, cu_seqlens_k)
-        if not self._varlen:
-            check_given("varlen", "max_seqlen_q", False, max_seqlen_q)
-            check_given("varlen", "max_seqlen_k", False, max_seqlen_k)
-            if self.spec.paged:
-                check_given("paged", "seqused_k", True, seqused_k)
-                return Packed((seqused_k, block_table), None, None)
-            if self.spec.split_kv and seqused_k is not None:
-                return Packed((seqused_k,), None, None)
+        if not self.spec.split_kv:
+            check_given("split_kv", "leftpad_k", False, leftpad_k)
+            check_given("split_kv", "cache_batch_idx", False, cache_batch_idx)
+        if self._varlen:
+            return Packed((cu_seqlens_q, cu_seqlens_k, seqused_k), max_seqlen_q, max_seqlen_k)
+        check_given("varlen", "max_seqlen_q", False, max_seqlen_q)
+        check_given("varlen", "max_seqlen_k", False, max_seqlen_k)
+        if not self.spec.split_kv:
             check_given("varlen", "seqused_k", False, seqused_k)
             return None
-        tensors = (cu_seqlens_q, cu_seqlens_k) if seqused_k is None else (cu_seqlens_q, cu_seqlens_k, seqused_k)
-        return Packed(tensors, max_seqlen_q, max_seqlen_k)
+        if self.spec.paged:
+            check_given("paged", "seqused_k", True, seqused_k)
+            if cache_batch_idx is not None:
+                raise SpecError(
+                    "cache_batch_idx and block_table exclude each other: both say where entries have their keys"
+                )
+        tensors = (seqused_k, block_table, leftpad_k, cache_batch_idx)
+        return None if all(tensor is None for tensor in tensors) else Packed(tensors, None, None)
 
     def _autocast(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

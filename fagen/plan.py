@@ -63,7 +63,9 @@ _SPLIT_FORWARD_FIELDS = (
     Field("lse", "float*", "(splits, B, Hq, Sq), contiguous; null where it is not wanted"),
     *_row_strides(False, "q", "k", "v", "o"),
     *_sizes(False, "heads_q"),
-    Field("seqused_k", "const int*", "(B,): how many keys of each batch entry count; or null: all"),
+    Field("seqused_k", "const int*", "(B,): the end of the keys of each batch entry; or null: seqlen_k"),
+    Field("leftpad_k", "const int*", "(B,): the first of the keys of each batch entry; or null: 0"),
+    Field("cache_batch_idx", "const int*", "(B,): which entry of k and v is that of each of q; or null: the same"),
     _SPLITS,
     _ROWS,
 )

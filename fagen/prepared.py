@@ -13,6 +13,7 @@ import torch
 from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
 from fagen.call import (
     ALIGNMENT,
+    CACHE_TENSORS,
     STATS_ROWS,
     Sizes,
     Values,
@@ -101,9 +102,11 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
-        if spec.paged and values.packed is not None and values.packed.tensors[1] is not None:
+        if spec.paged and values.packed is not None:
+            table = values.packed.tensors[CACHE_TENSORS.index("block_table")]
+            assert isinstance(table, torch.Tensor)
             self._fields |= {
-                "block_table_stride": values.packed.tensors[1].stride(0),
+                "block_table_stride": table.stride(0),
                 "page_shift": k.shape[1].bit_length() - 1,
             }
         if spec.varlen:

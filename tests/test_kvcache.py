@@ -15,6 +15,7 @@ from fagen.errors import SpecError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [40, 0, 77]
+_ENTRIES = ("cache_seqlens", "cache_batch_idx")
 
 
 def normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
@@ -53,6 +54,41 @@ def test_a_cache_as_it_is(arguments: dict[str, Any], call: dict[str, Any], devic
     assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
     same = fagen.flash_attn_with_kvcache(q, k[:, :40], v[:, :40], cache_seqlens=30, **arguments)
     assert torch.equal(same[:1], fagen.flash_attn_with_kvcache(q, k[:, :30], v[:, :30], **arguments)[:1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_keys_behind_a_padding(num_splits: int, device: str) -> None:
+    """cache_leftpad: rows before it are no keys and may hold anything; in pages likewise, with the same bits."""
+    q = normal(3, 2, 8, 64, device=device)
+    k, v = caches(device)
+    pads = [0, 0, 37]
+    k[2, :37], v[2, :37] = torch.nan, torch.nan
+    used, leftpad = (torch.tensor(x, dtype=torch.int32, device=device) for x in (LENGTHS, pads))
+    call = {"cache_seqlens": used, "cache_leftpad": leftpad, "causal": True, "num_splits": num_splits}
+    o, lse = fagen.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **call)
+    shifted = [torch.stack([x[b].roll(-pad, 0) for b, pad in enumerate(pads)]) for x in (k, v)]
+    expected_o, expected_lse = each(q, *shifted, [n - pad for n, pad in zip(LENGTHS, pads, strict=True)], causal=True)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed and compare_lse(lse, expected_lse).passed
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 6)).view(18, 16, 2, 64) for x in (k, v))
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(0)).to(device)
+    table = torch.argsort(order).int().view(3, 6)
+    assert torch.equal(o, fagen.flash_attn_with_kvcache(q, k[order], v[order], block_table=table, **call))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_entries_of_a_larger_cache(device: str) -> None:
+    """cache_batch_idx: new keys go to the entries that it names, which are then those of the queries."""
+    q, new_k, new_v = (normal(2, 3, h, 64, seed=s, device=device) for h, s in ((8, 3), (2, 4), (2, 5)))
+    k, v = caches(device)
+    before = k.clone()
+    index, used = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 0], [77, 40]))
+    entries = {"cache_seqlens": used, "cache_batch_idx": index}
+    o = fagen.flash_attn_with_kvcache(q, k, v, new_k, new_v, causal=True, **entries)
+    assert torch.equal(k[2, 77:80], new_k[0]) and torch.equal(k[0, 40:43], new_k[1])
+    assert torch.equal(k[1].nan_to_num(), before[1].nan_to_num())
+    expected_o, _ = each(q, k[index.long()], v[index.long()], [80, 43], causal=True)
+    assert compare_o(o, expected_o, OUTPUT_BUDGET["bf16"]).passed
 
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -130,8 +166,12 @@ def test_token_by_token_in_pages(device: str) -> None:
     ("change", "message"),
     [
         ({"block_table": torch.zeros(3, 1)}, "block_table is given: pass cache_seqlens"),
-        ({"cache_batch_idx": torch.zeros(3)}, "cache_batch_idx is not served"),
-        ({"cache_leftpad": torch.zeros(3)}, "cache_leftpad is not served"),
+        ({"cache_batch_idx": torch.zeros(3)}, r"cache_batch_idx is torch.float32 \(3,\) .*int32 \(3,\)"),
+        ({"cache_leftpad": [0, 1, 2]}, r"cache_leftpad=\[0, 1, 2\]; expected int32 \(3,\)"),
+        (
+            {"block_table": torch.zeros(3, 1).int()} | dict.fromkeys(_ENTRIES, torch.ones(3).int()),
+            "cache_batch_idx and block_table exclude each other",
+        ),
         ({"k": normal(3, 1, 2, 64)}, "k and v go together"),
         ({"k": normal(3, 1, 2, 64), "v": normal(3, 1, 2, 64)}, "pass cache_seqlens"),
         ({"rotary_cos": torch.zeros(9, 8)}, "a rotary embedding goes with new keys"),

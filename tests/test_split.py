@@ -158,9 +158,15 @@ def test_few_queries_at_any_head_dim(paged: bool, arch: str, head_dim: int, dim_
         ({"num_splits": 129}, "num_splits=129 must be"),
         ({"num_splits": True}, "num_splits=True must be"),
         ({"num_splits": 2.0}, "num_splits=2.0 must be"),
-        ({"seqused_k": torch.tensor([1, 2, 3])}, r"seqused_k must be an int32 tensor \(3,\) on cpu"),
-        ({"seqused_k": torch.tensor([1, 2], dtype=torch.int32)}, r"seqused_k must be an int32 tensor \(3,\)"),
-        ({"seqused_k": [1, 2, 3]}, "seqused_k must be an int32 tensor"),
+        (
+            {"seqused_k": torch.tensor([1, 2, 3])},
+            r"seqused_k is torch.int64 \(3,\) on cpu; expected int32 \(3,\) on cpu",
+        ),
+        (
+            {"seqused_k": torch.tensor([1, 2], dtype=torch.int32)},
+            r"seqused_k is torch.int32 \(2,\) .*expected int32 \(3,\)",
+        ),
+        ({"seqused_k": [1, 2, 3]}, r"seqused_k=\[1, 2, 3\]; expected"),
         ({"cu_seqlens_q": torch.zeros(4, dtype=torch.int32)}, "cu_seqlens_q is given, but .*varlen=True"),
     ],
 )

@@ -248,7 +248,7 @@ def test_compiled_function_of_flash_attention() -> None:
 def test_operator(used: bool) -> None:
     spec = AttentionSpec(head_dim=16, varlen=True, backward=True, deterministic=True)
     q, k, v = (x.requires_grad_() for x in packed(spec, 9, 12))
-    sequences = [cumulative([4, 5]), cumulative([5, 7]), *([torch.tensor([3, 7], dtype=torch.int32)] if used else [])]
+    sequences = [cumulative([4, 5]), cumulative([5, 7]), torch.tensor([3, 7], dtype=torch.int32) if used else None]
     arguments = (spec.model_dump_json(), "", None, None, None, [], [], sequences, 5, 7, None, None)
     torch.library.opcheck(torch.ops.fagen.forward, (q, k, v, *arguments))
 

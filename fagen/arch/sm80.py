@@ -128,11 +128,11 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
 def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile for few query rows, which is to read keys and values as fast as memory gives them.
 
-    One block a multiprocessor, each of its warps with 16 keys of a step, and as many stages as shared memory holds: what
-    counts is bytes under way. Ratios are of the time of PyTorch's cuDNN backend on one H200, d128, 32 heads over 8: one
-    sequence of 131072 keys, and 128 of 4096. 8 warps, 3 stages: 1.05, 1.02, in pages 1.03, 1.01; 4 warps of 32 keys, 3
-    stages: 1.04, 1.02, in pages 1.04, 0.97; 4 warps and two blocks: 1.04, 1.04, in pages 1.02, 1.03, but 0.95 with one
-    sequence of 16384 keys in pages, where the others have 1.02.
+    One block a multiprocessor, each of its warps with 16 keys of a step, and as many stages as shared memory holds, for
+    what counts is bytes under way. Ratios are of the time of PyTorch's cuDNN backend on one H200, d128, 32 heads over
+    8: one sequence of 131072 keys, and 128 of 4096. 8 warps, 3 stages: 1.05, 1.02, in pages 1.03, 1.01; 4 warps of 32
+    keys, 3 stages: 1.04, 1.02, in pages 1.04, 0.97; 4 warps and two blocks: 1.04, 1.04, in pages 1.02, 1.03, but 0.95
+    with one sequence of 16384 keys in pages, where the others have 1.02.
     """
     for warps, least in ((8, 3), (4, 3), (4, 2), (2, 2)):
 

@@ -233,7 +233,9 @@ struct Params {
     i64 o_batch_stride;
     i64 o_row_stride;
     i64 o_head_stride;
-    const int* seqused_k;  // (B,): how many keys of each batch entry count; or null: all
+    const int* seqused_k;  // (B,): the end of the keys of each batch entry; or null: seqlen_k
+    const int* leftpad_k;  // (B,): the first of the keys of each batch entry; or null: 0
+    const int* cache_batch_idx;  // (B,): which entry of k and v is that of each of q; or null: the same
     int seqlen_q;
     int seqlen_k;
     int heads_q;
@@ -242,7 +244,7 @@ struct Params {
     int rows;  // B * Hq * Sq
     float softmax_scale_log2;  // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 208, "Params differs from what the caller packs");
+static_assert(sizeof(Params) == 224, "Params differs from what the caller packs");
 
 // >>> common/sizes.cuh.j2
 constexpr int HEAD_DIM = 64;
@@ -348,7 +350,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int m_tile = block % m_tiles;
     const int heads_k = params.heads_q / pack, kv_head = batch_head % heads_k, head = kv_head * pack;
     const i64 batch = batch_head / heads_k;
-    const int seqlen_k = params.seqused_k ? ld_global_b32(params.seqused_k + batch) : params.seqlen_k;
+    // Of the rows of k and v the keys are those from leftpad on.
+    const int leftpad = params.leftpad_k ? ld_global_b32(params.leftpad_k + batch) : 0;
+    const int used = params.seqused_k ? ld_global_b32(params.seqused_k + batch) : params.seqlen_k;
+    const int seqlen_k = max(0, used - leftpad);
+    const i64 kv_batch = params.cache_batch_idx ? ld_global_b32(params.cache_batch_idx + batch) : batch;
     const int m0 = m_tile * TILE_M;
     const int offset = seqlen_k - params.seqlen_q;  // query i stands at key position i + offset
 
@@ -361,8 +367,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int n_last = min(n_end, n_first + n_split) - 1;
 
     const u16* q = params.q + batch * params.q_batch_stride + head * params.q_head_stride;
-    const u16* k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
-    const u16* v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
+    const u16* k = params.k + kv_batch * params.k_batch_stride + leftpad * params.k_row_stride + kv_head * params.k_head_stride;
+    const u16* v = params.v + kv_batch * params.v_batch_stride + leftpad * params.v_row_stride + kv_head * params.v_head_stride;
 
     const u32 Q_smem = shared_base();
     const u32 K_smem = Q_smem + K_OFFSET;

@@ -232,7 +232,9 @@ struct Params {
     i64 o_batch_stride;
     i64 o_row_stride;
     i64 o_head_stride;
-    const int* seqused_k;  // (B,): how many keys of each batch entry count; or null: all
+    const int* seqused_k;  // (B,): the end of the keys of each batch entry; or null: seqlen_k
+    const int* leftpad_k;  // (B,): the first of the keys of each batch entry; or null: 0
+    const int* cache_batch_idx;  // (B,): which entry of k and v is that of each of q; or null: the same
     int page_shift;  // log2 of the size of a page
     int seqlen_q;
     int seqlen_k;
@@ -244,7 +246,7 @@ struct Params {
     int window_left;  // keys left of the query's position that it sees; causal and -1 resolved by the caller
     int window_right;
 };
-static_assert(sizeof(Params) == 208, "Params differs from what the caller packs");
+static_assert(sizeof(Params) == 224, "Params differs from what the caller packs");
 
 // >>> common/sizes.cuh.j2
 constexpr int HEAD_DIM = 72;
@@ -385,7 +387,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int m_tile = m_tiles - 1 - block % m_tiles;  // the longest first, so that the last to finish are short
     const int heads_k = params.heads_q / pack, kv_head = batch_head % heads_k, head = kv_head * pack;
     const i64 batch = batch_head / heads_k;
-    const int seqlen_k = params.seqused_k ? ld_global_b32(params.seqused_k + batch) : params.seqlen_k;
+    // Of the rows of k and v the keys are those from leftpad on.
+    const int leftpad = params.leftpad_k ? ld_global_b32(params.leftpad_k + batch) : 0;
+    const int used = params.seqused_k ? ld_global_b32(params.seqused_k + batch) : params.seqlen_k;
+    const int seqlen_k = max(0, used - leftpad);
     const int m0 = m_tile * TILE_M;
     const int offset = seqlen_k - params.seqlen_q;  // query i stands at key position i + offset
 
@@ -414,16 +419,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     int k_pages[ROUNDS<TILE_N, QK_CHUNKS>];
     auto find = [&](int n) {
-        find_pages<TILE_N, QK_CHUNKS>(k_pages, pages, params.page_shift, n * TILE_N, key_begin, key_end);
+        find_pages<TILE_N, QK_CHUNKS>(k_pages, pages, params.page_shift, leftpad + n * TILE_N,
+                                                       leftpad + key_begin, leftpad + key_end);
     };
     find(n_last);
     auto load = [&](int n, u32 stage) {
         load_pages<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(
             K_smem + stage * K_BYTES, k, k_pages, params.k_batch_stride, params.k_row_stride,
-            params.page_shift, n * TILE_N, key_begin, key_end);
+            params.page_shift, leftpad + n * TILE_N, leftpad + key_begin, leftpad + key_end);
         load_pages<TILE_N, V_CHUNKS, HEAD_DIM_V / CHUNK>(
             V_smem + stage * V_BYTES, v, k_pages, params.v_batch_stride, params.v_row_stride,
-            params.page_shift, n * TILE_N, key_begin, key_end);
+            params.page_shift, leftpad + n * TILE_N, leftpad + key_begin, leftpad + key_end);
         find(n - 1);  // what the next call will wait for
     };
 
