@@ -45,7 +45,7 @@ def check(
         bool,
         typer.Option(
             "--decode",
-            help="with --split-kv: a grid of calls with few queries, sizes that are given fixed",
+            help="with --split-kv: few queries, a grid of batches, heads, keys and splits; a size given fixes its axis",
             rich_help_panel=_PANEL,
         ),
     ] = False,
