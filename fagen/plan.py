@@ -12,6 +12,7 @@ from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
 from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
+from fagen.tensor_map import ROW_END
 
 Kind = Literal["fwd", "decode", "combine", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
 Tile = TileConfig | HopperTile | BackwardTile | LinearTile
@@ -89,27 +90,44 @@ _COMBINE_FIELDS = (
 )
 
 
+def _lse_field(packed: bool) -> Field:
+    rows = "(Hq, Tq)" if packed else "(B, Hq, Sq)"
+    return Field("lse", "float*", f"{rows}, contiguous; null where it is not wanted")
+
+
+_TOTAL_Q = Field("total_q", "int", "Tq")
+
+
 def _forward_fields(packed: bool) -> tuple[Field, ...]:
     return (
         *_input_fields(packed),
         Field("o", "u16*", "(Tq, Hq, Dv)" if packed else "(B, Sq, Hq, Dv)"),
-        Field("lse", "float*", f"{'(Hq, Tq)' if packed else '(B, Hq, Sq)'}, contiguous; null where it is not wanted"),
+        _lse_field(packed),
         *_row_strides(packed, "q", "k", "v", "o"),
         *_sizes(packed, "heads_q"),
-        *((*_PACKED_FIELDS, Field("total_q", "int", "Tq")) if packed else ()),
+        *((*_PACKED_FIELDS, _TOTAL_Q) if packed else ()),
     )
 
 
-_HOPPER_FORWARD_FIELDS = (
-    Field("q_map", "const TensorMap", "(D, Sq, Hq, B)"),
-    Field("k_map", "const TensorMap", "(D, Sk, Hk, B)"),
-    Field("v_map", "const TensorMap", "(Dv, Sk, Hk, B)"),
-    Field("o_map", "TensorMap", "(Dv, Sq, Hq, B)"),
-    Field("lse", "float*", "(B, Hq, Sq), contiguous; null where it is not wanted"),
-    *_sizes(False, "heads_q"),
-    Field("tiles", "int", "of all heads"),
-    Field("heads_a_group", "int", "query heads whose tiles lie side by side, few for the sake of L2"),
+_TILES_TAKEN = Field(
+    "tiles_taken", "u32*", "one number, 0 before and after: tiles that blocks have taken behind their first"
 )
+_SEQUENCES = Field("batch", "int", "sequences")
+
+
+def _hopper_forward_fields(packed: bool, counts_tiles: bool) -> tuple[Field, ...]:
+    q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
+    return (
+        Field("q_map", "const TensorMap", f"{q}D)"),
+        Field("k_map", "const TensorMap", f"{k}D)"),
+        Field("v_map", "const TensorMap", f"{k}Dv)"),
+        Field("o_map", "TensorMap", f"{q}Dv)"),
+        _lse_field(packed),
+        *_sizes(packed, "heads_q"),
+        *((*_PACKED_FIELDS, _TOTAL_Q, _SEQUENCES) if packed else (Field("tiles", "int", "of all heads"),)),
+        *((_TILES_TAKEN,) if counts_tiles else ()),
+        Field("heads_a_group", "int", "query heads whose tiles lie side by side, few for the sake of L2"),
+    )
 
 
 def _stats_fields(packed: bool, constant: bool) -> tuple[Field, ...]:
@@ -233,7 +251,7 @@ class KernelPlan:
         if self.spec.split_kv:
             family = sm80.SPLIT_PRIMITIVES
         if isinstance(self.tile, HopperTile):
-            family = sm90.PRIMITIVES + (sm90.Q_PRIMITIVES if self.tile.q_in_registers else ())
+            family = sm90.primitives(self.spec, self.tile)
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property
@@ -253,6 +271,21 @@ class KernelPlan:
         """Whether a tile has rows of all query heads that share a head of k and v, one position after the other: where
         the keys are split, but for dropout, whose numbers are drawn for 16 rows of a head together."""
         return self.spec.split_kv and not self.spec.dropout
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether the blocks of a Hopper kernel count the tiles that they take."""
+        return sm90.counts_tiles(self.spec)
+
+    @property
+    def work_bytes(self) -> int:
+        """Shared memory in which the producer of a Hopper kernel says what tile is next, bytes."""
+        return sm90.work_bytes(self.spec)
+
+    @property
+    def row_end(self) -> int:
+        """Where rows of packed sequences end in a tensor map."""
+        return ROW_END
 
     @property
     def qk_columns(self) -> int:
@@ -321,7 +354,7 @@ class KernelPlan:
             if self.spec.paged:
                 fields += _PAGE_FIELDS
             dense = _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed)
-            fields += _HOPPER_FORWARD_FIELDS if isinstance(self.tile, HopperTile) else dense
+            fields += _hopper_forward_fields(packed, self.counts_tiles) if isinstance(self.tile, HopperTile) else dense
             if self.spec.backward:
                 fields += _stats_fields(packed, constant=False)
         if not (mods and mods[0].absorbs_scale):

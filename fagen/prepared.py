@@ -28,6 +28,7 @@ from fagen.call import (
     strides_by_head,
 )
 from fagen.kernels import Kernel, Launch
+from fagen.launch import current_stream
 from fagen.schedule import heads_a_group, splits
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import TensorMap
@@ -37,7 +38,7 @@ try:
 except ImportError:  # not in every PyTorch to come: then `Recent` finds nothing
     TensorGuards = None  # type: ignore[assignment, misc]
 
-MOST_DECODE_ROWS = 64  # query rows of a head of k and v up to which the kernel for few rows is the faster one
+MOST_DECODE_ROWS = 32  # query rows of a head of k and v up to which the kernel for few rows is the faster one
 MOST = 256  # prepared calls that are kept, and backwards of each
 _EMULATED_MULTIPROCESSORS = 3
 _DELTA_LANES = 8  # threads that share a row in the kernel of delta
@@ -113,6 +114,7 @@ class Call:
             self._fields |= {"total_q": q.shape[0], "stats_rows": stats_shape(spec, sizes, q)[1]}
         # Tensors without elements may have the address 0, of which the copy engine reads nothing, not even zeros.
         self._launch: Launch | None = None
+        self._counts_tiles = False  # a launch needs a zero where its blocks count the tiles that they take
         # The third is null of a call with its keys in one part, which has neither statistics nor partial results.
         self._three_outputs = spec.backward or spec.split_kv
         if not (sizes.trivial or spec.split_kv):
@@ -158,7 +160,9 @@ class Call:
             self._launch(q, k, v, None, lse_partial, o_partial, *self._extras(tensors, state))
             self._combine(o_partial, lse_partial, o, lse)
         elif self._launch is not None:
-            outputs = (o, lse, stats) if self._three_outputs else (o, lse)
+            outputs: tuple[torch.Tensor | None, ...] = (o, lse, stats) if self._three_outputs else (o, lse)
+            if self._counts_tiles:
+                outputs += (zero_counter(self.device),)
             if self._extra_names:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
             else:
@@ -207,20 +211,25 @@ class Call:
     ) -> Launch:
         sizes = self._sizes
         tiles = _query_tiles(sizes, kernel)
-        outputs = ("lse", *([] if self._new_stats is None else ["stats"]), *self._extra_names)
+        outputs = ["lse"] if self._new_stats is None else ["lse", "stats"]
         tile = kernel.plan.tile
         if not isinstance(tile, HopperTile):
-            return Launch(kernel, tiles, self._fields, ("q", "k", "v", "o", *outputs))
+            return Launch(kernel, tiles, self._fields, ("q", "k", "v", "o", *outputs, *self._extra_names))
         maps = {
             f"{name}_map": TensorMap(
                 x.shape, x.stride(), rows, is_half=self._dtype == torch.float16, emulate=q.device.type == "cpu"
             )
             for name, x, rows in (("q", q, tile.tile_m), ("k", k, tile.tile_n), ("v", v, tile.tile_n), ("o", o, 64))
         }
+        if kernel.plan.spec.varlen:
+            tiles = packed_tiles(sizes, q, tile.tile_m) * sizes.heads_q  # no more than these
+        if kernel.plan.counts_tiles:
+            self._counts_tiles = True
+            outputs.append("tiles_taken")
         blocks = min(tiles, multiprocessors(q.device))
-        group = self._heads_a_group(tile, q.shape[3] + v.shape[3], blocks)
-        fields = self._fields | {"tiles": tiles, "heads_a_group": group}
-        return Launch(kernel, blocks, fields, (*maps, *outputs), maps)
+        group = self._heads_a_group(tile, q.shape[-1] + v.shape[-1], blocks)
+        fields = self._fields | {"tiles": tiles, "heads_a_group": group, "batch": sizes.batch}
+        return Launch(kernel, blocks, fields, (*maps, *outputs, *self._extra_names), maps)
 
     def _split_launches(self, kernels: Mapping[str, Kernel], dim_v: int) -> tuple[Launch, Launch | None]:
         """Those of the kernels where the keys may be split, and the memory between them. One part needs but the first,
@@ -246,7 +255,7 @@ class Call:
         return attend, Launch(kernels["combine"], rows, fields, ("o_partial", "lse_partial", "o", "lse"))
 
     def _heads_a_group(self, tile: HopperTile, columns: int, blocks: int) -> int:
-        """`columns`: of keys and values together."""
+        """How many query heads' tiles lie side by side; `columns`: of keys and values together."""
         sizes = self._sizes
         m_tiles = -(-sizes.seqlen_q // tile.tile_m)
         if not self._bounded:
@@ -258,7 +267,7 @@ class Call:
             end = end + self._fields["window_right"]
         keys = (end.clamp(max=sizes.seqlen_k) - begin).clamp(min=0)
         # A tile's beginning and end take about as long as a step.
-        lengths = (keys + tile.tile_n - 1) // tile.tile_n + 1
+        lengths = ((keys + tile.tile_n - 1) // tile.tile_n + 1).tolist()
         heads = sizes.batch * sizes.heads_q
         kv_bytes = sizes.seqlen_k * columns * self._dtype.itemsize
         return heads_a_group(lengths, heads, sizes.heads_q // sizes.heads_k, kv_bytes, blocks)
@@ -272,6 +281,22 @@ class Call:
         if state is not None:
             extras.append(state)
         return extras
+
+
+# By device and stream, a zero for kernels that count the tiles that they take, and leave it a zero.
+_COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}
+
+
+def zero_counter(device: torch.device) -> torch.Tensor:
+    """int32 (1,): 0 when the next launch on the current stream begins, if every launch with it leaves 0."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # a graph may run beside the stream
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    assert device.index is not None
+    key = (device.index, current_stream(device.index))
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
 
 
 class Recent:

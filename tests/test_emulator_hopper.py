@@ -401,6 +401,7 @@ EXPECTED = [
     ("load_waited_for_by_another", 1, 4, "race: reads shared byte 1024.*without having waited.*at shared byte 0"),
     ("load_over_read", 1, 3, "write-after-read race: writes shared byte 1024, which warp 0, lane 3 read at line"),
     ("store_over_load", 1, 3, "writes shared byte 1032, .* tensor copy .* has not landed"),
+    ("load_over_read_unfenced", 1, 3, "asynchronously, which warp 0, lane 3 read.*no fence_proxy_async"),
     ("load_misaligned", 1, 3, "a box at shared byte 1088, which must be a multiple of 128"),
     ("load_past_end", 1, 3, "a box of 1024 bytes at shared byte 12800, out of bounds: the block has 13312"),
     ("load_by_no_map", 1, 3, "no tensor map of the emulator"),

@@ -8,7 +8,6 @@ from fagen.arch.tiles import HopperTile
 from fagen.spec import AttentionSpec
 
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
-Q_PRIMITIVES = ("ldmatrix",)  # for Q in registers
 
 SMEM_LIMIT = resolve("sm90a").smem_limit
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
@@ -30,12 +29,27 @@ def o_apart(spec: AttentionSpec, tile: HopperTile) -> bool:
     return _with_q_and_o(spec, tile)[0] <= SMEM_LIMIT
 
 
+def counts_tiles(spec: AttentionSpec) -> bool:
+    """Whether blocks take one tile after the other as they get done with them: where tiles are not equally long."""
+    return spec.causal or spec.window or spec.varlen
+
+
+def work_bytes(spec: AttentionSpec) -> int:
+    """Shared memory in which the producer says what tile is next, bytes."""
+    return 48 if spec.varlen else 32
+
+
 def _with_q_and_o(spec: AttentionSpec, tile: HopperTile) -> tuple[int, int]:
     """Shared memory with Q and O side by side, and with one over the other."""
     q_bytes, o_bytes = tile_bytes(tile.tile_m, spec.head_dim), tile_bytes(tile.tile_m, spec.dim_v)
     keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
-    rest = tile.stages * keys + 8 * (2 + 4 * tile.stages) + 32
+    rest = tile.stages * keys + 8 * (2 + 4 * tile.stages) + work_bytes(spec)
     return q_bytes + o_bytes + rest, max(q_bytes, o_bytes) + rest
+
+
+def primitives(spec: AttentionSpec, tile: HopperTile) -> tuple[str, ...]:
+    """Base names of the files of primitives that the forward calls."""
+    return (*PRIMITIVES, *(["ldmatrix"] if tile.q_in_registers else []), *(["atomic"] if counts_tiles(spec) else []))
 
 
 def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int], ...]:
@@ -48,10 +62,9 @@ def serves(spec: AttentionSpec) -> bool:
     """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others.
 
     Dropout draws its numbers for 16 keys at a time from multiples of 16 on, and steps of a window start where it does.
-    Of packed sequences the copy engine would load and store rows of the next one too, and few queries, for which keys
-    are split, would leave its tiles empty.
+    Few queries, for which keys are split, would leave its tiles empty.
     """
-    return not (spec.varlen or spec.split_kv or (spec.window and spec.dropout))
+    return not (spec.split_kv or (spec.window and spec.dropout))
 
 
 def forward_tile(spec: AttentionSpec) -> HopperTile:

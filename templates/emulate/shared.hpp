@@ -267,6 +267,45 @@ struct Seen {
     u32 tick, writer;
 };
 
+// Whether a thread called fence_proxy_async after `tick`, as far as `ordered` says that it comes before.
+template <class Ordered>
+static bool fenced(const Fiber& thread, u32 tick, Ordered ordered) {
+    const u32 kept = thread.n_fences < FENCES ? thread.n_fences : FENCES;
+    for (u32 i = thread.n_fences - kept; i < thread.n_fences; i++) {
+        const u32 fence = thread.fences[i % FENCES];
+        if (fence < tick) continue;
+        if (i > 0 && i == thread.n_fences - kept) return true;  // older ones are forgotten; one may have been in time
+        return ordered(fence);
+    }
+    return false;
+}
+
+// A word over which the copy engine is about to write. What threads read there must be ordered before, each by a
+// fence_proxy_async of its own: an mbarrier_arrive alone may pass a load that is still in flight.
+static void check_read_before_load(const Fiber& self, u32 word, int line) {
+    const Block& block = *self.block;
+    const Word& w = block.shadow[word];
+    auto check = [&](u32 thread, u32 tick, int read_line) {
+        auto ordered = [&](u32 at) { return ordered_before(self, thread, at); };
+        if (tick < block.started || !ordered(tick)) return;  // no read, or a race, which the write finds
+        if (fenced(block.fibers[thread], tick, ordered)) return;
+        fault(self, line,
+              "writes shared byte %u asynchronously, which warp %u, lane %u read at line %u, with no fence_proxy_async "
+              "by that thread before the barrier.\n  Look for a missing fence_proxy_async() between the reads and the "
+              "barrier.",
+              word * 4, thread / LANES, thread % LANES, read_line);
+    };
+    if (w.read_tick != MANY) {
+        check(w.reader, w.read_tick, w.read_line);
+        return check(w.other_reader, w.read_tick, w.read_line);
+    }
+    for (u32 warp = 0; warp < block.n_warps; warp++) {
+        const Reader& reader = block.readers[w.readers * block.n_warps + warp];
+        check(warp * LANES + reader.lane, reader.tick, reader.line);
+        check(warp * LANES + reader.other_lane, reader.other_tick, reader.line);
+    }
+}
+
 __attribute__((noinline)) static void check_unit_word(const Fiber& self, const u32* clocks, bool alone, u32 word,
                                                       int line) {
     const Block& block = *self.block;
@@ -280,15 +319,7 @@ __attribute__((noinline)) static void check_unit_word(const Fiber& self, const u
                (alone && ordered_before(self, w.writer, tick));
     };
     if (!ordered(w.write_tick)) race(self, "read-after-write", "reads", word, w.writer, "wrote", w.write_line, line);
-    const Fiber& writer = block.fibers[w.writer];
-    const u32 kept = writer.n_fences < FENCES ? writer.n_fences : FENCES;
-    for (u32 i = writer.n_fences - kept; i < writer.n_fences; i++) {
-        const u32 fence = writer.fences[i % FENCES];
-        if (fence < w.write_tick) continue;
-        if (i > 0 && i == writer.n_fences - kept) return;  // older ones are forgotten, and one may have been in time
-        if (ordered(fence)) return;
-        break;
-    }
+    if (fenced(block.fibers[w.writer], w.write_tick, ordered)) return;
     fault(self, line,
           "reads shared byte %u asynchronously, which warp %u, lane %u wrote at line %u, with no fence_proxy_async by "
           "that thread before the barrier.\n  Look for a missing fence_proxy_async() between the writes and the "

@@ -2,9 +2,9 @@
 // nobody can run without it (with a seed, now and then earlier), in any order, and only its mbarrier tells; a store
 // reads shared memory when its issuer waits for that, or when the block ends. Here a tensor map holds plain numbers,
 // which fagen.tensor_map packs:
-//   [0] MAGIC  [1] address  [2..5] sizes in elements, innermost first  [6..8] strides of dimensions 1 to 3 in bytes
-//   [9] box: four 16-bit counts, innermost lowest  [10] bits 0-7: swizzle 0 none, 1 32 B, 2 64 B, 3 128 B; 8-15:
-//   bytes of an element
+//   [0] MAGIC  [1] address  [2..6] sizes in elements, innermost first  [7..10] strides of dimensions 1 to 4 in bytes
+//   [11] box of dimensions 0 to 3, 16 bits each, and [12] of dimension 4; those beyond the rank have 1, 0 and 1
+//   [13] bits 0-7: swizzle 0 none, 1 32 B, 2 64 B, 3 128 B; 8-15: bytes of an element; 16-23: the rank, 4 or 5
 
 struct alignas(64) TensorMap {
     u64 opaque[16];
@@ -14,12 +14,13 @@ namespace emu {
 
 constexpr u64 MAP_MAGIC = 0x70616d5f6e656761ull;
 constexpr u32 MOST_COPIES = 512;  // in flight at a time
+constexpr u32 MOST_DIMS = 5;
 
 struct TensorCopy {
-    u64 address, sizes[4], strides[4];
-    u32 box[4], element_bytes, swizzle;  // swizzle: a mask of the bits that are moved, 0, 1, 3 or 7
+    u64 address, sizes[MOST_DIMS], strides[MOST_DIMS];
+    u32 box[MOST_DIMS], element_bytes, swizzle;  // swizzle: a mask of the bits that are moved, 0, 1, 3 or 7
     u32 row_bytes, rows;
-    int at[4];
+    int at[MOST_DIMS];
     u32 offset;  // of the box in shared memory
     Fiber* issuer;
     int line;
@@ -32,8 +33,8 @@ struct Engine {
     u32 n_loads, n_stores;
 };
 
-static TensorCopy decode_copy(Fiber& self, const TensorMap& map, const int (&at)[4], u32 address, const char* name,
-                              int line) {
+static TensorCopy decode_copy(Fiber& self, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 address,
+                              const char* name, int line) {
     const u64* words = map.opaque;
     TensorCopy copy = {};
     if ((u64)&map % 64) fault(self, line, "%s: the tensor map at %p must be aligned to 64 bytes.", name, &map);
@@ -43,15 +44,17 @@ static TensorCopy decode_copy(Fiber& self, const TensorMap& map, const int (&at)
               "one that was encoded for a GPU.",
               name, words[0]);
     copy.address = words[1];
-    copy.element_bytes = words[10] >> 8 & 0xff;
-    const u32 swizzle = words[10] & 0xff;
+    copy.element_bytes = words[13] >> 8 & 0xff;
+    const u32 swizzle = words[13] & 0xff, map_rank = words[13] >> 16 & 0xff;
+    if (map_rank != rank)
+        fault(self, line, "%s_%ud: the tensor map is one of %u dimensions.", name, rank, map_rank);
     copy.strides[0] = copy.element_bytes;
     bool valid = swizzle <= 3 && copy.element_bytes && 16 % copy.element_bytes == 0 && copy.address % 16 == 0;
     copy.rows = 1;
-    for (u32 i = 0; i < 4; i++) {
+    for (u32 i = 0; i < MOST_DIMS; i++) {
         copy.sizes[i] = words[2 + i];
-        copy.box[i] = words[9] >> (16 * i) & 0xffff;
-        if (i) copy.strides[i] = words[5 + i];
+        copy.box[i] = words[11 + i / 4] >> (16 * (i % 4)) & 0xffff;
+        if (i) copy.strides[i] = words[6 + i];
         if (i) copy.rows *= copy.box[i];
         copy.at[i] = at[i];
         valid &= copy.sizes[i] && copy.sizes[i] <= 1ull << 32 && copy.box[i] && copy.box[i] <= 256;
@@ -62,7 +65,7 @@ static TensorCopy decode_copy(Fiber& self, const TensorMap& map, const int (&at)
             self, line,
             "%s: the tensor has the address 0: an H200 reads nothing there, not even the zeros of a box past its end.",
             name);
-    for (u32 i = 0; i < 4; i++)
+    for (u32 i = 0; i < MOST_DIMS; i++)
         if (at[i] < 0)
             fault(self, line,
                   "%s: coordinate %u is %d. A tile begins at or behind the first element: a negative coordinate is an "
@@ -103,11 +106,12 @@ static inline void for_pieces(const TensorCopy& copy, bool write, Piece piece) {
     const Fiber& issuer = *copy.issuer;
     Block& block = *issuer.block;
     for (u32 row = 0; row < copy.rows; row++) {
-        const u32 in_box[3] = {row % copy.box[1], row / copy.box[1] % copy.box[2], row / copy.box[1] / copy.box[2]};
-        u64 address = copy.address;
+        u64 address = copy.address;  // modulo 2^64, as a GPU computes it
         bool inside = true;
-        for (u32 i = 1; i < 4; i++) {
-            const i64 at = (i64)copy.at[i] + in_box[i - 1];
+        u32 rest = row;
+        for (u32 i = 1; i < MOST_DIMS; i++) {
+            const i64 at = (i64)copy.at[i] + rest % copy.box[i];
+            rest /= copy.box[i];
             inside &= at >= 0 && at < (i64)copy.sizes[i];
             address += at * copy.strides[i];
         }
@@ -193,10 +197,11 @@ static Engine& need_engine(Block& block) {
     return *block.engine;
 }
 
-static void issue_load(Fiber& self, u32 dst, const TensorMap& map, const int (&at)[4], u32 address, int line) {
+static void issue_load(Fiber& self, u32 dst, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 address,
+                       int line) {
     Block& block = *self.block;
     Engine& engine = need_engine(block);
-    TensorCopy copy = decode_copy(self, map, at, dst, "tma_load_4d", line);
+    TensorCopy copy = decode_copy(self, map, rank, at, dst, "tma_load", line);
     Mbarrier& barrier = find_mbarrier(self, address, "copies for", line);
     if (!barrier.fenced)
         fault(self, line,
@@ -205,14 +210,15 @@ static void issue_load(Fiber& self, u32 dst, const TensorMap& map, const int (&a
               barrier.offset, barrier.init_line);
     copy.mbarrier = index_of(block, barrier);
     if (engine.n_loads == MOST_COPIES) fault(self, line, "more than %u tensor copies in flight.", MOST_COPIES);
+    for (u32 i = 0; i < copy.rows * copy.row_bytes; i += 4) check_read_before_load(self, (copy.offset + i) / 4, line);
     for (u32 i = 0; i < copy.rows * copy.row_bytes; i += 16) note_write(self, copy.offset + i, 16, LOADING, line);
     engine.loads[engine.n_loads++] = copy;
 }
 
-static void issue_store(Fiber& self, const TensorMap& map, const int (&at)[4], u32 src, int line) {
+static void issue_store(Fiber& self, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 src, int line) {
     Block& block = *self.block;
     Engine& engine = need_engine(block);
-    TensorCopy copy = decode_copy(self, map, at, src, "tma_store_4d", line);
+    TensorCopy copy = decode_copy(self, map, rank, at, src, "tma_store", line);
     Seen seen = {0, 0};
     // What lies outside the tensor is left out, and need not have been written.
     for_pieces(copy, true, [&](u32 offset, u8*, u32, u32 bytes) {
@@ -248,12 +254,22 @@ static void fence_proxy(Fiber& self) { self.fences[self.n_fences++ % FENCES] = s
 
 static inline void tma_load_4d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, u32 barrier,
                                int line = __builtin_LINE()) {
-    emu::issue_load(*emu::current, dst, map, {c0, c1, c2, c3}, barrier, line);
+    emu::issue_load(*emu::current, dst, map, 4, {c0, c1, c2, c3, 0}, barrier, line);
+}
+
+static inline void tma_load_5d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, int c4, u32 barrier,
+                               int line = __builtin_LINE()) {
+    emu::issue_load(*emu::current, dst, map, 5, {c0, c1, c2, c3, c4}, barrier, line);
 }
 
 static inline void tma_store_4d(const TensorMap& map, int c0, int c1, int c2, int c3, u32 src,
                                 int line = __builtin_LINE()) {
-    emu::issue_store(*emu::current, map, {c0, c1, c2, c3}, src, line);
+    emu::issue_store(*emu::current, map, 4, {c0, c1, c2, c3, 0}, src, line);
+}
+
+static inline void tma_store_5d(const TensorMap& map, int c0, int c1, int c2, int c3, int c4, u32 src,
+                                int line = __builtin_LINE()) {
+    emu::issue_store(*emu::current, map, 5, {c0, c1, c2, c3, c4}, src, line);
 }
 
 static inline void tma_store_commit() { emu::current->bulk_group++; }

@@ -17,11 +17,28 @@ __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap& map, int c
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, int c4,
+                                            u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+        "%5, %6}], "
+        "[%7];" ::"r"(dst),
+        "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+        : "memory");
+}
+
 // Starts the copy from `src`, which is part of the thread's next bulk group. Elements outside the tensor are left out.
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, int c0, int c1, int c2, int c3, u32 src) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
                  "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(src)
                  : "memory");
+}
+
+__device__ __forceinline__ void tma_store_5d(const TensorMap& map, int c0, int c1, int c2, int c3, int c4, u32 src) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+        "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(src)
+        : "memory");
 }
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fagen import tensor_map
 from fagen.arch import Arch, resolve, sm80
 from fagen.emulator import EmulatedKernel
 from fagen.render import environment, template_dir
@@ -91,14 +92,16 @@ def _compile(compiler: Compiler, source: str, directory: Path, text: str, binary
 
 def emulated_map(entry: Map) -> bytes:
     """What the emulator takes for a tensor map."""
-    missing = 4 - entry.tensor.dim()
-    sizes = [*reversed(entry.tensor.shape), *[1] * missing]
+    missing = max(0, 4 - entry.tensor.dim())
     bytes_each = entry.tensor.element_size()
-    strides = [*(stride * bytes_each for stride in reversed(entry.tensor.stride()[:-1])), *[0] * missing]
-    box = sum(count << 16 * i for i, count in enumerate([*reversed(entry.box), *[1] * missing]))
-    kind = {0: 0, 32: 1, 64: 2, 128: 3}[entry.swizzle] | bytes_each << 8
-    words = [0x70616D5F6E656761, entry.tensor.data_ptr(), *sizes, *strides, box, kind]
-    return struct.pack("<16Q", *words, *[0] * (16 - len(words)))
+    return tensor_map.emulated_map(
+        entry.tensor.data_ptr(),
+        [*reversed(entry.tensor.shape), *[1] * missing],
+        [*(stride * bytes_each for stride in reversed(entry.tensor.stride()[:-1])), *[0] * missing],
+        [*reversed(entry.box), *[1] * missing],
+        bytes_each,
+        {0: 0, 32: 1, 64: 2, 128: 3}[entry.swizzle],
+    )
 
 
 def pack(arguments: Sequence[Argument], encode: Callable[[Map], bytes] = emulated_map) -> bytes:

@@ -110,6 +110,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) hopper_faults(const __grid_
         if (thread == 35) tma_load_4d(smem + BOX, params.input, 0, 0, 0, 0, one);
         if (thread == 35) st_shared_b32(smem + BOX + 8, 0);  // FAULT store_over_load
     }
+    if (fault == 63) {
+        if (thread == 3) ld_shared_b32(smem + BOX + 4);
+        __syncthreads();
+        if (thread == 35) mbarrier_arrive_expect_tx(one, BOX_BYTES);
+        if (thread == 35) tma_load_4d(smem + BOX, params.input, 0, 0, 0, 0, one);  // FAULT load_over_read_unfenced
+    }
     if (fault == 19) {
         if (thread == 35) tma_load_4d(smem + BOX + 64, params.input, 0, 0, 0, 0, one);  // FAULT load_misaligned
     }

@@ -152,11 +152,28 @@ __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap& map, int c
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap& map, int c0, int c1, int c2, int c3, int c4,
+                                            u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+        "%5, %6}], "
+        "[%7];" ::"r"(dst),
+        "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+        : "memory");
+}
+
 // Starts the copy from `src`, which is part of the thread's next bulk group. Elements outside the tensor are left out.
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, int c0, int c1, int c2, int c3, u32 src) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
                  "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(src)
                  : "memory");
+}
+
+__device__ __forceinline__ void tma_store_5d(const TensorMap& map, int c0, int c1, int c2, int c3, int c4, u32 src) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+        "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(src)
+        : "memory");
 }
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -321,6 +338,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 addr) {
                  : "memory");
 }
 
+// >>> ptx/atomic.cuh
+// Atomic operations on global memory that return what was there, in no order with anything else.
+
+__device__ __forceinline__ u32 atom_global_add_u32(u32* ptr, u32 v) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(ptr), "r"(v) : "memory");
+    return before;
+}
+
 // ==== kernel ====
 // A block computes o and lse of tiles of TILE_M queries of one head, one tile after the other. Its first warpgroup feeds
 // the copy engine; each of the others has 64 rows of the tile and walks over the keys that the tile sees in steps of
@@ -329,11 +355,12 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 addr) {
 
 // >>> common/params.cuh.j2
 struct Params {
-    const TensorMap q_map;  // (D, Sq, Hq, B)
-    const TensorMap k_map;  // (D, Sk, Hk, B)
-    const TensorMap v_map;  // (Dv, Sk, Hk, B)
-    TensorMap o_map;  // (Dv, Sq, Hq, B)
+    const TensorMap q_map;  // (B, Sq, Hq, D)
+    const TensorMap k_map;  // (B, Sk, Hk, D)
+    const TensorMap v_map;  // (B, Sk, Hk, Dv)
+    TensorMap o_map;  // (B, Sq, Hq, Dv)
     float* lse;  // (B, Hq, Sq), contiguous; null where it is not wanted
+    u32* tiles_taken;  // one number, 0 before and after: tiles that blocks have taken behind their first
     int seqlen_q;
     int seqlen_k;
     int heads_q;
@@ -387,12 +414,23 @@ __device__ __forceinline__ u64 mn_major(u32 tile, int rows) {
 __device__ constexpr u64 k_major_step(int rows, int step) { return (step / 4 * rows * ROW_BYTES + step % 4 * 32) / 16; }
 __device__ constexpr u64 mn_major_step(int step) { return step * 16 * ROW_BYTES / 16; }
 
+using Rows = int;  // the batch entry
+
+__device__ __forceinline__ void load_box(u32 dst, const TensorMap& map, int column, int row, int head, Rows of,
+                                         u32 barrier) {
+    tma_load_4d(dst, map, column, row, head, of, barrier);
+}
+
+__device__ __forceinline__ void store_box(const TensorMap& map, int column, int row, int head, Rows of, u32 src) {
+    tma_store_4d(map, column, row, head, of, src);
+}
+
 // Starts the copy of ROWS rows from `row` on of one head.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, int row, int head, int batch, u32 barrier) {
+__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, int row, int head, const Rows& of, u32 barrier) {
 #pragma unroll
     for (int block = 0; block < (COLUMNS + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS; ++block)
-        tma_load_4d(tile + block * ROWS * ROW_BYTES, map, block * BLOCK_COLUMNS, row, head, batch, barrier);
+        load_box(tile + block * ROWS * ROW_BYTES, map, block * BLOCK_COLUMNS, row, head, of, barrier);
 }
 
 // Shared memory: Q | K x STAGES | V x STAGES | O | barriers | the tile
@@ -420,37 +458,30 @@ struct Work {
     int key_begin, key_end, steps;
 };
 
-// The next tile of this block, from its `round` on, or false past the last. Heads lie in groups, whose K and V stay in L2
-// where they fit. Within one the tile is the slowest index, and the longest tiles come first; rounds alternate their
-// direction, so that the sums of lengths agree between blocks.
-__device__ __forceinline__ bool next_work(Work& work, const Params& params, int& round) {
-    const int blocks = gridDim.x;
-    int index;
-    do {
-        if (round * blocks >= params.tiles) return false;
-        const int place = round % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x);
-        index = round * blocks + place;
-        ++round;
-    } while (index >= params.tiles);
-    const int m_tiles = (params.seqlen_q + TILE_M - 1) / TILE_M;
+// Tile number `index` of all, or false past the last. Heads lie in groups, whose K and V stay in L2 where they fit. Within
+// one the tile is the slowest index, and the longest tiles come first.
+__device__ __forceinline__ bool find_work(Work& work, const Params& params, int index) {
+    if (index >= params.tiles) return false;
+    const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
+    const int m_tiles = (seqlen_q + TILE_M - 1) / TILE_M;
     const int first_head = index / (params.heads_a_group * m_tiles) * params.heads_a_group;
     const int heads = min(params.heads_a_group, params.tiles / m_tiles - first_head);
     const int rest = index - first_head * m_tiles;
     const int batch_head = first_head + rest % heads;
-    work.m0 = (m_tiles - 1 - rest / heads) * TILE_M;
     work.head = batch_head % params.heads_q;
     work.batch = batch_head / params.heads_q;
-    work.key_end = min(params.seqlen_k, work.m0 + TILE_M + params.seqlen_k - params.seqlen_q);
+    work.m0 = (m_tiles - 1 - rest / heads) * TILE_M;
+    work.key_end = min(seqlen_k, work.m0 + TILE_M + seqlen_k - seqlen_q);
     work.key_begin = 0;
     if (work.key_end <= work.key_begin) {  // sees nothing: one step of rows past the last, which the copy engine zeros
-        work.key_begin = params.seqlen_k;
+        work.key_begin = seqlen_k;
         work.key_end = work.key_begin + 1;
     }
     work.steps = (work.key_end - work.key_begin + TILE_N - 1) / TILE_N;
     return true;
 }
 
-// The producer tells the consumers which tile is next, for the divisions would take them too long: 0 steps past the last.
+// The producer tells which tile is next, for the divisions would take the consumers too long: 0 steps past the last.
 __device__ __forceinline__ void tell(u32 work_smem, const Work& work, bool more) {
     const u32 words[4] = {static_cast<u32>(work.m0), static_cast<u32>(work.key_begin),
                           static_cast<u32>(more ? work.steps : 0), static_cast<u32>(work.head)};
@@ -458,17 +489,22 @@ __device__ __forceinline__ void tell(u32 work_smem, const Work& work, bool more)
     st_shared_b32(work_smem + 16, work.batch);
 }
 
+__device__ __forceinline__ void hear(Work& work, u32 work_smem) {
+    u32 words[4];
+    ld_shared_b128(words, work_smem);
+    work.m0 = words[0], work.key_begin = words[1], work.steps = words[2], work.head = words[3];
+    work.batch = ld_shared_b32(work_smem + 16);
+}
+
+// The same for all lanes of a warp. Its first lane hears, which is the one that says later that the warp has.
 __device__ __forceinline__ bool told(Work& work, u32 work_smem) {
-    u32 words[4] = {}, batch = 0;
-    if (threadIdx.x % 32 == 0) {  // the lane that will say that its warp has read, whom racecheck can follow
-        ld_shared_b128(words, work_smem);
-        batch = ld_shared_b32(work_smem + 16);
-    }
-    work.m0 = uniform(words[0]);
-    work.key_begin = uniform(words[1]);
-    work.steps = uniform(words[2]);
-    work.head = uniform(words[3]);
-    work.batch = uniform(batch);
+    Work heard = {};
+    if (threadIdx.x % 32 == 0) hear(heard, work_smem);
+    work.m0 = uniform(heard.m0);
+    work.key_begin = uniform(heard.key_begin);
+    work.steps = uniform(heard.steps);
+    work.head = uniform(heard.head);
+    work.batch = uniform(heard.batch);
     return work.steps > 0;
 }
 
@@ -483,10 +519,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
     const u32 work_smem = Q_smem + WORK_OFFSET;
     if (threadIdx.x == 0) {
         mbarrier_init(Q_full, 1);
-        mbarrier_init(Q_empty, 4 * CONSUMERS);
+        mbarrier_init(Q_empty, 4 * CONSUMERS + 1);  // one thread a warp says that it has read, and that of V
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(K_full + 8 * stage, 1);
-            mbarrier_init(K_empty + 8 * stage, 4 * CONSUMERS);  // one thread a warp says that it has read a buffer
+            mbarrier_init(K_empty + 8 * stage, 4 * CONSUMERS);
             mbarrier_init(V_full + 8 * stage, 1);
             mbarrier_init(V_empty + 8 * stage, 4 * CONSUMERS);
         }
@@ -498,9 +534,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
     auto load_queries_and_keys = [&] {
         u32 Q_count = 0, K_count = 0;  // tiles loaded so far
         Work work;
-        int round = 0;
+        int index = blockIdx.x;
+        u32 taken = ~0u;  // of the tiles behind the first of each block, before this one
         for (;;) {
-            const bool more = next_work(work, params, round);
+            const bool more = find_work(work, params, index);
+            if (more) {
+                taken = atom_global_add_u32(params.tiles_taken, 1);  // asked for long before it is needed
+            } else if (taken + 1 == static_cast<u32>(params.tiles)) {
+                st_global_b32(params.tiles_taken, 0);  // nobody will ask again: for the next launch
+            }
+            index = gridDim.x + taken;
             mbarrier_wait(Q_empty, Q_count++ % 2 ^ 1);
             tell(work_smem, work, more);
             if (!more) return mbarrier_arrive(Q_full);
@@ -520,7 +563,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
     auto load_values = [&] {
         u32 V_count = 0;
         Work work;
-        for (int round = 0; next_work(work, params, round);) {
+        for (u32 count = 0;; ++count) {
+            mbarrier_wait(Q_full, count % 2);
+            hear(work, work_smem);
+            if (work.steps == 0) return;
             const int kv_head = work.head / params.group_size;
 #pragma unroll 1
             for (int step = work.steps - 1; step >= 0; --step, ++V_count) {
@@ -529,6 +575,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
                 mbarrier_arrive_expect_tx(full, V_BYTES);
                 load_tile<TILE_N, HEAD_DIM_V>(V_smem + stage * V_BYTES, params.v_map, work.key_begin + step * TILE_N,
                                               kv_head, work.batch, full);
+                if (step == work.steps - 1) mbarrier_arrive(Q_empty);  // what it has heard has arrived, for it is in use
             }
         }
     };
@@ -569,8 +616,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
             const int chunk = 2 * d + lane / 16;
             ldmatrix_x4(Q_rmem[d], Q_smem + lane_row + chunk / 8 * TILE_M * ROW_BYTES + (chunk % 8 ^ lane % 8) * 16);
         }
-        __syncwarp();  // all lanes have read, before lane 0 says so
-        if (lane == 0) mbarrier_arrive(Q_empty);
     };
     auto multiply_scores = [&] {  // S = Q K^T of the next K
         const u64 K_matrix = k_major(K_smem + uniform(K_count % STAGES) * K_BYTES);
@@ -599,6 +644,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
     auto await_scores = [&] {  // of the first step of a tile
         wgmma_wait<0>();
         wgmma_hold(S_rmem[0]);
+        // Not where Q is read: beside a product, ldmatrix can take so long that the arrival and the next Q pass it.
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(Q_empty);
         if (more) release(K_empty, K_count);
     };
 
@@ -608,6 +657,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
     await_scores();
     while (more) {  // here the scores of the first step are done
         const int head = work.head, batch = work.batch, batch_head = batch * params.heads_q + head, m0 = work.m0;
+        const Rows rows_q = work.batch;
         const int warp_row0 = m0 + warp * WARP_M;
         const int row0 = warp_row0 + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
 #pragma unroll
@@ -861,8 +911,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
         if (thread == 0) {
 #pragma unroll
             for (int block = 0; block < (HEAD_DIM_V + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS; ++block) {
-                tma_store_4d(params.o_map, block * BLOCK_COLUMNS, m0 + warpgroup * 64, head, batch,
-                             O_smem + (block * TILE_M + warpgroup * 64) * ROW_BYTES);
+                store_box(params.o_map, block * BLOCK_COLUMNS, m0 + warpgroup * 64, head, rows_q,
+                          O_smem + (block * TILE_M + warpgroup * 64) * ROW_BYTES);
             }
             tma_store_commit();
         }
