@@ -44,7 +44,7 @@ _MACH_O = b"\xcf\xfa\xed\xfe"
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """One kernel that is asked for, rendered, with its key."""
 
     kernel: KernelPlan
@@ -71,8 +71,9 @@ class _Request:
         source = self.source_file if folder is None else str(folder / self.source_file)
         return self.compiler.command(self.kernel.arch, source, self.binary_file)
 
-    def find(self, *, warn: bool = True) -> Artifact | None:
-        return cache.find(self.kernel.slug, self.digest, self.target, warn=warn)
+    def find(self, *, warn: bool = True, use: bool = True) -> Artifact | None:
+        """`cache.find` of it."""
+        return cache.find(self.kernel.slug, self.digest, self.target, warn=warn, use=use)
 
 
 def build(
@@ -91,7 +92,7 @@ def build(
     Raises ToolchainError before anything is compiled, and BuildError once all others are done where a kernel fails.
     """
     compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
-    asked = [_request(kernel, compiler, emulate) for kernel in kernels]
+    asked = [request_of(kernel, compiler, emulate) for kernel in kernels]
     done: dict[str, Artifact] = {}
 
     errors_of_caller: list[OSError] = []
@@ -106,7 +107,7 @@ def build(
             errors_of_caller.append(error)
             raise
 
-    missing: list[_Request] = []
+    missing: list[Request] = []
     for request in {request.digest: request for request in asked}.values():
         artifact = None if force else request.find()
         if artifact is None:
@@ -151,7 +152,7 @@ def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> li
         return build(kernels, emulate=emulate)
     found: list[Artifact] = []
     for kernel in kernels:
-        artifact = _request(kernel, compiler, emulate).find()
+        artifact = request_of(kernel, compiler, emulate).find()
         if artifact is None:
             command = shlex.join(["fagen", "build", *kernel.spec.cli_flags(), "--arch", kernel.arch.name])
             raise CacheError(
@@ -201,14 +202,15 @@ def parse_resources(log: str, entry: str) -> Resources | None:
     )
 
 
-def _request(kernel: KernelPlan, compiler: toolchain.Compiler, emulate: bool) -> _Request:
+def request_of(kernel: KernelPlan, compiler: toolchain.Compiler, emulate: bool) -> Request:
+    """`kernel` rendered, with the key of what `compiler` makes of it."""
     target: Target = "emulate" if emulate else "cuda"
     source = renderer.render(kernel, target)
     key = cache.digest(source, compiler.flags(kernel.arch), kernel.arch.name, compiler.identity)
-    return _Request(kernel, compiler, target, source, key)
+    return Request(kernel, compiler, target, source, key)
 
 
-def _build_missing(missing: Sequence[_Request], jobs: int, finish: Callable[[Artifact], None], force: bool) -> None:
+def _build_missing(missing: Sequence[Request], jobs: int, finish: Callable[[Artifact], None], force: bool) -> None:
     """Builds each request under its lock, as far as it is still missing then.
 
     Locks are waited for only while none is held, so two processes that want the same kernels in another order cannot
@@ -232,7 +234,7 @@ def _build_missing(missing: Sequence[_Request], jobs: int, finish: Callable[[Art
                 held[artifact.digest].close()
                 finish(artifact)
 
-            todo: list[_Request] = []
+            todo: list[Request] = []
             for request in (request for request in waiting if request.digest in held):
                 artifact = None if force else request.find(warn=False)  # another process may have been first
                 if artifact is None:
@@ -251,7 +253,7 @@ def _build_missing(missing: Sequence[_Request], jobs: int, finish: Callable[[Art
 
 
 def _compile_all(
-    todo: Sequence[_Request], root: Path, jobs: int, finish: Callable[[Artifact], None], force: bool
+    todo: Sequence[Request], root: Path, jobs: int, finish: Callable[[Artifact], None], force: bool
 ) -> list[BuildError]:
     """Compiles in a temporary directory and publishes each kernel as it is ready. Returns what failed."""
     failures: list[BuildError] = []
@@ -283,7 +285,7 @@ def _compile_all(
 _Outcomes = Generator[tuple[int, str, float | None], None, None]
 
 
-def _in_process(request: _Request, compiler: toolchain.NvrtcCompiler, folder: Path) -> _Outcomes:
+def _in_process(request: Request, compiler: toolchain.NvrtcCompiler, folder: Path) -> _Outcomes:
     start = time.perf_counter()
     try:
         binary, log = compiler.compile(request.kernel.arch, request.source.encode(), request.source_file)
@@ -296,7 +298,7 @@ def _in_process(request: _Request, compiler: toolchain.NvrtcCompiler, folder: Pa
     yield 0, log, time.perf_counter() - start
 
 
-def _ninja(todo: Sequence[_Request], scratch: Path, jobs: int) -> _Outcomes:
+def _ninja(todo: Sequence[Request], scratch: Path, jobs: int) -> _Outcomes:
     """Runs one ninja over folders `0`, `1`, ... of `scratch`.
 
     Everything that ninja and its shell read is a name relative to `scratch`, so the path of the cache may hold any
@@ -348,7 +350,7 @@ def _outcome(folder: Path, index: int, said: str = "") -> tuple[int, str, float 
     return index, text, max(seconds, 0.0)
 
 
-def _ninja_file(todo: Sequence[_Request]) -> str:
+def _ninja_file(todo: Sequence[Request]) -> str:
     lines = ["rule compile", "  command = $run", "  description = $out", ""]
     for index, request in enumerate(todo):
         run = f"cd {index} && : > started && {shlex.join(request.command())} > log 2>&1 && : > finished"
@@ -373,7 +375,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _publish(request: _Request, folder: Path, root: Path, log: str, seconds: float, force: bool) -> Artifact:
+def _publish(request: Request, folder: Path, root: Path, log: str, seconds: float, force: bool) -> Artifact:
     """Checks what the compiler wrote, adds the other files of an artifact, and moves all to its place."""
     kernel, command = request.kernel, request.command()
     binary = folder / request.binary_file
@@ -398,6 +400,7 @@ def _publish(request: _Request, folder: Path, root: Path, log: str, seconds: flo
         "arch": kernel.arch.name,
         "target": request.target,
         "compiler": request.compiler.identity,
+        "flags": list(request.compiler.flags(kernel.arch)),
         "seconds": round(seconds, 4),
         "source": request.source_file,
         "binary": request.binary_file,
@@ -408,7 +411,7 @@ def _publish(request: _Request, folder: Path, root: Path, log: str, seconds: flo
     return dataclasses.replace(artifact, cached=False)
 
 
-def _keep(error: BuildError, request: _Request, folder: Path, root: Path) -> BuildError:
+def _keep(error: BuildError, request: Request, folder: Path, root: Path) -> BuildError:
     """The error with the path where the source was kept, and a command that can be run again from anywhere."""
     with suppress(OSError):
         for scrap in set(os.listdir(folder)) - {request.source_file}:
@@ -420,12 +423,12 @@ def _keep(error: BuildError, request: _Request, folder: Path, root: Path) -> Bui
     return BuildError(error.reason, command=request.command(kept), log=error.log, source=kept / request.source_file)
 
 
-def _write_log(folder: Path, request: _Request, log: str) -> None:
+def _write_log(folder: Path, request: Request, log: str) -> None:
     head = f"# {request.compiler.identity}\n# {shlex.join(request.command())}\n"
     (folder / "build.log").write_text(head + log.strip() + "\n", encoding="utf-8")
 
 
-def _problem(path: Path, request: _Request) -> str | None:
+def _problem(path: Path, request: Request) -> str | None:
     """Why the compiler's output is not the kernel; None where it is."""
     if not path.is_file() or path.stat().st_size == 0:
         return f"the compiler reported success and wrote no {path.name}"

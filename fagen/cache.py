@@ -7,14 +7,18 @@ An artifact is one directory, `<slug>-<first 12 digits of the digest>/`:
     spec.json                            the AttentionSpec
     resources.json                       registers, spills, stack, static shared memory; null where no ptxas ran
     build.log                            the command and what the compiler said
-    artifact.json                        digest, entry, compiler, seconds, and the checksums of the other files
+    artifact.json                        digest, entry, compiler, flags, seconds, and checksums of all files
 
 It is written elsewhere on the same file system and renamed into place, so a reader sees all of it or nothing. Whoever
-builds holds the lock of that name; readers take no lock and trust only what matches its checksums.
+builds holds the lock of that name; readers take no lock and trust only what matches its checksums. No clock decides
+anything: the times of an artifact, of which the directory's is that of its last use, are for people and for `clean`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +26,6 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,7 +39,7 @@ from fagen.errors import CacheError
 Target = Literal["cuda", "emulate"]
 
 MANIFEST = "artifact.json"
-_FORMAT = 1
+_FORMAT = 2
 _DIGEST_DIGITS = 12
 _NAME_BYTES = 255 - len(".lock")  # the longest name of a file system, less what a lock's file adds
 _ARTIFACT_NAME = re.compile(rf".+-[0-9a-f]{{{_DIGEST_DIGITS}}}")
@@ -48,7 +51,7 @@ _LOCKS = ".locks"
 _STAGING = ".tmp"
 _FAILED = "failed"
 _STAGING_LOCK = ".lock"
-_STALE_SECONDS = 60.0
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # of a rename to a place where something is
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Artifact:
     arch: str
     target: Target
     compiler: str
+    flags: tuple[str, ...]
     seconds: float
     source: Path
     binary: Path
@@ -94,6 +98,25 @@ class Artifact:
     def size(self) -> int:
         """Bytes of the binary."""
         return self.binary.stat().st_size
+
+    @property
+    def built(self) -> float:
+        """When it was built, in seconds since the epoch."""
+        return (self.directory / MANIFEST).stat().st_mtime
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory that fagen made. `artifact` is None where no kernel can be read from it; `problem` says why.
+
+    `used` is when it was last used, or else made, in seconds since the epoch; `size` is the bytes of all its files.
+    """
+
+    directory: Path
+    artifact: Artifact | None
+    problem: str
+    used: float
+    size: int
 
 
 class CorruptArtifact(Exception):
@@ -132,12 +155,12 @@ def search_dirs(target: Target) -> list[Path]:
     Raises CacheError where FAGEN_CACHE_DIR is a directory that kernels for the CPU must not be loaded from.
     """
     primary = cache_dir()
-    doubt = _doubt(primary) if target == "emulate" else None
+    doubt = _doubt_of_tree(primary) if target == "emulate" else None
     if doubt is not None and env.cache_dir() is not None:
         raise CacheError(doubt)
     if doubt is not None:
-        return _fallbacks(primary)
-    return [primary] if _writable(primary) else [primary, *_fallbacks(primary)]
+        return _fallbacks(primary, target)
+    return [primary] if _writable(primary) else [primary, *_fallbacks(primary, target)]
 
 
 def build_dir(target: Target) -> Path:
@@ -151,13 +174,13 @@ def build_dir(target: Target) -> Path:
         try:
             if not _writable(root):
                 raise PermissionError("not writable")
-            root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            _make(root)
             (root / _LOCKS).mkdir(mode=0o755, exist_ok=True)
         except OSError as error:
             tried.append(f"{root} ({(error.strerror or str(error)).lower()})")
             continue
         if root != primary:
-            reason = (_doubt(primary) if target == "emulate" else None) or f"{primary} is not writable"
+            reason = (_doubt_of_tree(primary) if target == "emulate" else None) or f"{primary} is not writable"
             warnings.warn(
                 f"{reason}; kernels are built in {root} instead. "
                 "Set FAGEN_CACHE_DIR to a directory of your own to choose another",
@@ -171,10 +194,10 @@ def build_dir(target: Target) -> Path:
     )
 
 
-def find(slug: str, key: str, target: Target, *, warn: bool = True) -> Artifact | None:
+def find(slug: str, key: str, target: Target, *, warn: bool = True, use: bool = True) -> Artifact | None:
     """The whole artifact of this key, None where there is none. A damaged one counts as none, with a warning.
 
-    Raises CacheError where it is a CPU library that other users could have written.
+    With `use` it is noted as used now. Raises CacheError where it is a CPU library that other users could have written.
     """
     name = directory_name(slug, key)
     for root in search_dirs(target):
@@ -190,6 +213,9 @@ def find(slug: str, key: str, target: Target, *, warn: bool = True) -> Artifact 
         if artifact.digest != key:
             continue
         check_trust(artifact)
+        if use:
+            with suppress(OSError):  # of a cache that this user may only read, or that has just gone
+                os.utime(directory)
         return artifact
     return None
 
@@ -219,7 +245,12 @@ def read(directory: Path, *, verify: bool = True) -> Artifact:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         if manifest["format"] != _FORMAT:
             raise CorruptArtifact(f"format {manifest['format']}, not {_FORMAT}")
+        if manifest.pop("sha256") != _manifest_checksum(manifest):
+            raise CorruptArtifact(f"{MANIFEST} does not match its checksum")
         files: dict[str, dict[str, Any]] = manifest["files"]
+        source, binary = manifest["source"], manifest["binary"]
+        if not {source, binary, "resources.json"} <= set(files) <= _ARTIFACT_FILES:
+            raise CorruptArtifact(f"{MANIFEST} names files that are not an artifact's")
         for name, expected in files.items():
             _verify(directory / name, expected, verify)
         resources = json.loads((directory / "resources.json").read_bytes())
@@ -231,9 +262,10 @@ def read(directory: Path, *, verify: bool = True) -> Artifact:
             arch=manifest["arch"],
             target=manifest["target"],
             compiler=manifest["compiler"],
+            flags=tuple(manifest["flags"]),
             seconds=manifest["seconds"],
-            source=directory / manifest["source"],
-            binary=directory / manifest["binary"],
+            source=directory / source,
+            binary=directory / binary,
             resources=None if resources is None else Resources(**resources),
         )
     except FileNotFoundError as error:
@@ -250,8 +282,10 @@ def seal(directory: Path, fields: dict[str, Any]) -> None:
     for path in sorted(directory.iterdir()):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    content = {"format": _FORMAT, **fields, "files": files}
+    content["sha256"] = _manifest_checksum(content)
     manifest = directory / MANIFEST
-    manifest.write_text(json.dumps({"format": _FORMAT, **fields, "files": files}, indent=2) + "\n")
+    manifest.write_text(json.dumps(content, indent=2) + "\n")
     manifest.chmod(stat.S_IMODE(manifest.stat().st_mode) & ~0o022)
 
 
@@ -261,17 +295,23 @@ def publish(staged: Path, root: Path, name: str, *, replace: bool = False) -> Ar
     `replace` puts the new one in its place all the same.
     """
     final = root / name
+    mine = read(staged, verify=False)
+    published = dataclasses.replace(
+        mine, directory=final, source=final / mine.source.name, binary=final / mine.binary.name
+    )
     for _ in range(100):
         try:
             staged.rename(final)
-        except OSError:
-            if not final.exists():
-                raise  # nobody was first: the error is a true one
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
         else:
-            return read(final, verify=False)
+            return published
         if not replace:
             with suppress(FileNotFoundError, CorruptArtifact):
-                return read(final)
+                winner = read(final)
+                if winner.digest == mine.digest:
+                    return winner
         _discard(final, staged.parent)
     raise CacheError(f"{final} is put back each time it is replaced: is another fagen building it with --force?")
 
@@ -280,47 +320,37 @@ def publish(staged: Path, root: Path, name: str, *, replace: bool = False) -> Ar
 def lock(root: Path, name: str, *, wait: bool = True) -> Iterator[bool]:
     """Holds the lock of artifact `name` under `root`: True when it is; False, with `wait=False`, when another has it.
 
-    Raises CacheError where the file system has no locks.
+    Raises CacheError where the file system has no locks, OSError where the lock's file cannot be made.
     """
-    from filelock import FileLock, Timeout  # 40 ms, and a warm look-up takes no lock
-
-    handle = FileLock(root / _LOCKS / f"{name}.lock", mode=0o644)
-    try:
-        handle.acquire(timeout=-1 if wait else 0)
-    except Timeout:
+    descriptor = _acquire(root / _LOCKS / f"{name}.lock", wait)
+    if descriptor is None:
         yield False
         return
-    except (OSError, NotImplementedError) as error:
-        raise CacheError(
-            f"{root} cannot be locked ({error}): set FAGEN_CACHE_DIR to a directory on a local file system"
-        ) from error
     try:
         yield True
     finally:
-        handle.release()
+        os.close(descriptor)
 
 
 @contextmanager
 def staging(root: Path) -> Iterator[Path]:
     """A new directory on the file system of `root`, removed at the end, whatever happens."""
-    from filelock import FileLock
-
     sweep(root)
     base = root / _STAGING
     for _ in range(100):
         base.mkdir(mode=0o755, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process has just removed the empty base
+        with suppress(FileNotFoundError):  # another process has just removed the empty base, or swept the new directory
             directory = Path(tempfile.mkdtemp(prefix="build-", dir=base))
+            # Held as long as this process lives, so that what a killed one left can be told from what is in use.
+            alive = _acquire(directory / _STAGING_LOCK, wait=True)
+            assert alive is not None
             break
     else:
         raise CacheError(f"{base} is removed as soon as it is made")
-    # Held as long as this process lives, so that what a killed one left behind can be told from what is in use.
-    alive = FileLock(directory / _STAGING_LOCK)
     try:
-        alive.acquire()
         yield directory
     finally:
-        alive.release()
+        os.close(alive)
         shutil.rmtree(directory, ignore_errors=True)
         with suppress(OSError):
             base.rmdir()
@@ -328,18 +358,16 @@ def staging(root: Path) -> Iterator[Path]:
 
 def sweep(root: Path) -> None:
     """Removes the working directories that killed processes left under `root`."""
-    from filelock import FileLock, Timeout
-
     base = root / _STAGING
     if not base.is_dir():
         return
-    for directory in base.iterdir():
-        with suppress(OSError, Timeout):
-            if time.time() - directory.stat().st_mtime < _STALE_SECONDS:
-                continue
-            with FileLock(directory / _STAGING_LOCK, timeout=0):
-                shutil.rmtree(directory, ignore_errors=True)
     with suppress(OSError):
+        for directory in base.iterdir():
+            with suppress(OSError, CacheError):
+                dead = _acquire(directory / _STAGING_LOCK, wait=False)
+                if dead is not None:
+                    shutil.rmtree(directory, ignore_errors=True)
+                    os.close(dead)
         base.rmdir()
 
 
@@ -357,39 +385,45 @@ def keep_failed(root: Path, name: str, staged: Path) -> Path | None:
 
 def list_artifacts() -> list[Artifact]:
     """Every artifact that can be read, by slug; checksums are left to whoever loads one."""
-    found: list[Artifact] = []
-    for root in _all_dirs():
-        for directory in _artifact_directories(root):
-            with suppress(FileNotFoundError, CorruptArtifact):
-                found.append(read(directory, verify=False))
+    found = [entry.artifact for entry in entries() if entry.artifact is not None]
     return sorted(found, key=lambda artifact: (artifact.slug, artifact.target, artifact.digest))
 
 
-def clean(predicate: Callable[[Artifact], bool] | None = None) -> tuple[int, int]:
-    """Removes the artifacts that `predicate` accepts; without one all, damaged ones and failed builds too.
+def entries() -> list[Entry]:
+    """Every directory of the cache, by name: artifacts, what cannot be read as one, and what failed builds left."""
+    return [
+        entry
+        for root in _all_dirs()
+        for path in [*_artifact_directories(root), *_artifact_directories(root / _FAILED)]
+        if (entry := _entry(path)) is not None
+    ]
+
+
+def clean(accept: Callable[[Entry], bool] | None = None) -> tuple[int, int]:
+    """Removes the entries that `accept` takes, without one all. It is asked again once the entry's lock is held.
 
     Returns how many directories and how many bytes went. Nothing that is not fagen's is touched. Raises CacheError
     where a directory cannot be written to.
     """
     removed = freed = 0
+    doomed = [entry.directory for entry in entries() if accept is None or accept(entry)]
     for root in _all_dirs():
-        doomed = [path for path in _artifact_directories(root) if _accepted(path, predicate)]
-        if predicate is None:
-            doomed += _artifact_directories(root / _FAILED)
-        if not doomed and not (root / _STAGING).is_dir():
+        here = [path for path in doomed if path.parent in (root, root / _FAILED)]
+        if not here and not (root / _STAGING).is_dir():
             continue
         if not os.access(root, os.W_OK):
             raise CacheError(f"{root} is not writable: its kernels stay")
         try:
             (root / _LOCKS).mkdir(mode=0o755, exist_ok=True)
-            for path in doomed:
+            for path in here:
                 with lock(root, path.name):
-                    bytes_here = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                    with staging(root) as scratch:
-                        _discard(path, scratch)
-                    (root / _LOCKS / f"{path.name}.lock").unlink(missing_ok=True)
-                removed += 1
-                freed += bytes_here
+                    entry = _entry(path)
+                    if entry is not None and (accept is None or accept(entry)):
+                        with staging(root) as scratch:
+                            _discard(path, scratch)
+                        removed += 1
+                        freed += entry.size
+                        (root / _LOCKS / f"{path.name}.lock").unlink(missing_ok=True)
         except OSError as error:
             raise CacheError(f"{root}: {error}") from error
         sweep(root)
@@ -434,6 +468,22 @@ def _doubt(path: Path) -> str | None:
     return None
 
 
+def _doubt_of_tree(root: Path) -> str | None:
+    """`_doubt` of a cache directory, and of those above it, in which others could put another in its place."""
+    own = _doubt(root)
+    if own is not None:
+        return own
+    for path in root.parents:
+        with suppress(OSError):
+            mode = path.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return (
+                    f"{path} is writable by everybody, and libraries for the CPU are loaded from {root}: "
+                    f"chmod o-w '{path}', or set FAGEN_CACHE_DIR to another directory"
+                )
+    return None
+
+
 def _is_private_group(gid: int, uid: int) -> bool:
     """Whether `gid` is the group that a system made for this one user, as Debian and Fedora do with umask 002."""
     import grp
@@ -468,26 +518,67 @@ def _temporary_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"fagen-{os.geteuid()}"
 
 
-def _fallbacks(primary: Path) -> list[Path]:
+def _fallbacks(primary: Path, target: Target) -> list[Path]:
     """Directories of this user's own. The one in the shared temporary directory may have been made by somebody else."""
     candidates = [path for path in (_user_dir(), _temporary_dir()) if path is not None and path != primary]
-    return [path for path in candidates if _doubt(path) is None]
+    doubt = _doubt_of_tree if target == "emulate" else _doubt
+    return [path for path in candidates if doubt(path) is None]
 
 
 def _all_dirs() -> list[Path]:
     primary = cache_dir()
-    return [primary] if _writable(primary) else [primary, *_fallbacks(primary)]
+    return [primary] if _writable(primary) else [primary, *_fallbacks(primary, "cuda")]
 
 
-def _writable(directory: Path) -> bool:
-    """Whether files can be made in `directory`, or it can be made."""
-    for path in (directory, *directory.parents):
+def _writable(root: Path) -> bool:
+    """Whether this user can build in `root`: make it, or write to it and to what fagen keeps there."""
+    for path in (root, *root.parents):
         try:
             if path.exists():
-                return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+                inner = [path / name for name in (_LOCKS, _STAGING)] if path == root else []
+                return path.is_dir() and all(
+                    os.access(each, os.W_OK | os.X_OK) for each in [path, *inner] if each.exists()
+                )
         except OSError:
             return False
     return False
+
+
+def _make(root: Path) -> None:
+    """Makes `root` and what lacks above it, writable by this user alone whatever the umask."""
+    for path in reversed([path for path in (root, *root.parents) if not path.exists()]):
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
+def _acquire(path: Path, wait: bool) -> int | None:
+    """A descriptor that holds the system's lock on `path`, made if need be; None where it is held and `wait` is False.
+
+    It is let go when the descriptor is closed, and by the system when the process ends in whatever way. A file that was
+    removed while this process waited for it locks nothing, so then the one that is there now is taken.
+
+    Raises CacheError where the file system has no locks.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = os.fstat(descriptor)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(held, path.stat()):
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError as error:
+            os.close(descriptor)
+            raise CacheError(
+                f"{path.parent} cannot be locked ({error.strerror}): "
+                "set FAGEN_CACHE_DIR to a directory on a local file system"
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _verify(path: Path, expected: dict[str, Any], checksum: bool) -> None:
@@ -502,25 +593,39 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _manifest_checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def _artifact_directories(root: Path) -> list[Path]:
     """Directories under `root` that fagen made: of an artifact's name, with an artifact's files and no others."""
-    try:
-        entries = sorted(root.iterdir())
-    except OSError:
-        return []
-    named = (
-        path for path in entries if _ARTIFACT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    )
-    return [path for path in named if {file.name for file in path.iterdir()} <= _ARTIFACT_FILES]
+    found: list[Path] = []
+    with suppress(OSError):
+        for path in sorted(root.iterdir()):
+            with suppress(OSError):  # gone meanwhile
+                named = _ARTIFACT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+                if named and {file.name for file in path.iterdir()} <= _ARTIFACT_FILES:
+                    found.append(path)
+    return found
 
 
-def _accepted(directory: Path, predicate: Callable[[Artifact], bool] | None) -> bool:
-    if predicate is None:
-        return True
+def _entry(directory: Path) -> Entry | None:
+    """What `directory` holds; None where it is gone."""
+    artifact, problem = None, ""
     try:
-        return predicate(read(directory, verify=False))
-    except (FileNotFoundError, CorruptArtifact):
-        return False
+        if directory.parent.name == _FAILED:
+            problem = "its build failed"
+        else:
+            artifact = read(directory, verify=False)
+    except FileNotFoundError:
+        return None
+    except CorruptArtifact as error:
+        problem = str(error)
+    try:
+        size = sum(file.stat().st_size for file in directory.iterdir())
+        return Entry(directory, artifact, problem, directory.stat().st_mtime, size)
+    except FileNotFoundError:
+        return None
 
 
 def _discard(directory: Path, scratch: Path) -> None:
