@@ -63,6 +63,9 @@ class FakeSpec:
     def model_dump_json(self, **_options: Any) -> str:
         return json.dumps({"name": self.name})
 
+    def model_dump(self, **_options: Any) -> dict[str, Any]:
+        return {"name": self.name}
+
     def cli_flags(self) -> list[str]:
         return ["--name", self.name]
 

@@ -247,6 +247,55 @@ def test_list_of_nothing(run: Fagen, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "none").exists()
 
 
+def test_list_says_what_compiled_each_and_when_it_was_used(run: Fagen, copied: Path) -> None:
+    (directory,) = copied.glob("fwd_hdim8_*")
+    os.utime(directory / cache.MANIFEST, (1, time.time() - 3 * 86400))
+    os.utime(directory, (1, time.time() - 3 * 3600))
+    (copied / "failed" / "fwd_hdim24_bf16_sm80-0123456789ab").mkdir(parents=True)
+    document = run("list", "--json").document
+    (row,) = (row for row in document["artifacts"] if row["slug"] == "fwd_hdim8_bf16_sm80")
+    assert row["kind"] == "fwd" and row["compiler"] == toolchain.find_host_compiler().identity
+    assert 3 * 86400 <= row["age"] < 3 * 86400 + 60 and 3 * 3600 <= row["used"] < 3 * 3600 + 60
+    assert row["disk"] == sum(path.stat().st_size for path in directory.iterdir()) > row["size"]
+    assert [entry["problem"] for entry in document["unreadable"]] == ["its build failed"]
+    outcome = run("list", "*hdim8_*")
+    assert "3 d ago" in outcome.out and "3 h ago" in outcome.out and row["compiler"] in outcome.out
+    assert run("build", "--head-dim", "8", "--arch", "sm80", "--emulate").code == 0
+    (row,) = run("list", "--json", "*hdim8_*").document["artifacts"]
+    assert row["used"] < 60 and row["age"] >= 3 * 86400
+
+
+def test_clean_by_last_use_and_by_size(run: Fagen, copied: Path) -> None:
+    (old,), (new,) = copied.glob("fwd_hdim8_*"), copied.glob("fwd_hdim16_*")
+    os.utime(old, (1, time.time() - 40 * 86400))
+    assert run("clean", "--older-than", "60d", "--yes", "--json").document["removed"] == 0
+    assert run("clean", "--older-than", "30d", "--dry-run", "--json").document["artifacts"][0]["directory"] == str(old)
+    size = sum(path.stat().st_size for path in new.iterdir())
+    assert run("clean", "--keep-size", "1G", "--yes", "--json").document["removed"] == 0
+    document = run("clean", "--keep-size", str(size), "--yes", "--json").document
+    assert document["removed"] == 1 and [one["directory"] for one in document["artifacts"]] == [str(old)]
+    assert not old.exists() and new.is_dir()
+    os.utime(new, (1, time.time() - 8 * 86400))
+    assert run("clean", "--older-than", "1w", "--yes").code == 0 and not new.exists()
+
+
+def test_clean_without_a_limit_it_can_read(run: Fagen, copied: Path) -> None:
+    for flag, value in (("--older-than", "30"), ("--older-than", "-1d"), ("--keep-size", "2X"), ("--keep-size", "")):
+        outcome = run("clean", flag, value, "--yes")
+        assert outcome.code == 2 and f"{flag}: {value!r} is no" in outcome.err
+    assert len(cache.list_artifacts()) == 2
+
+
+def test_why(run: Fagen, copied: Path) -> None:
+    flags = ("--arch", "sm80", "--emulate")
+    assert "fwd_hdim8_bf16_sm80 CPU: built, in" in run("why", "--head-dim", "8", *flags).out
+    outcome = run("why", "--head-dim", "8", "--causal", *flags)
+    assert outcome.code == 0 and "would be built" in outcome.out and "causal=False -> causal=True" in outcome.out
+    (row,) = run("why", "--head-dim", "8", "--arch", "sm90", "--emulate", "--json").document["kernels"]
+    assert not row["built"] and row["differences"] == [{"ingredient": "arch", "built": "sm80", "asked": "sm90"}]
+    assert Path(row["nearest"]).name.startswith("fwd_hdim8_bf16_sm80-")
+
+
 def test_clean_takes_what_is_named(run: Fagen, copied: Path) -> None:
     before = run("list", "--json").document["artifacts"]
     dry = run("clean", "fwd_hdim8_bf16_sm80", "--dry-run", "--json").document
@@ -589,6 +638,7 @@ def test_python_m_fagen() -> None:
         ["build", *SMALL],
         ["show", "--head-dim", "64", "--arch", "sm80"],
         ["list"],
+        ["why", *SMALL],
         ["clean", "-n"],
         ["doctor"],
     ],

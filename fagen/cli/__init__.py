@@ -26,6 +26,7 @@ COMMANDS = {
     "check": ("fagen.cli.check:check", "Run kernels and compare them with a float64 reference."),
     "show": ("fagen.cli.show:show", "Print the generated source of a kernel."),
     "list": ("fagen.cli.artifacts:list_artifacts", "List the built kernels."),
+    "why": ("fagen.cli.why:why", "Say why a kernel would be built again, or not."),
     "clean": ("fagen.cli.artifacts:clean", "Remove built kernels."),
     "doctor": ("fagen.cli.doctor:doctor", "Say what this machine can build and run, and what is missing."),
     "bench": ("fagen.cli.bench:bench", "Measure compile times, or the speed of kernels on a GPU."),
@@ -35,7 +36,8 @@ EXAMPLES = {
     "build": "fagen build --head-dim 64,128 --both causal --softcap --arch sm80,sm90",
     "check": "fagen check --head-dim 128 --causal --softcap --seqlen-q 300 --seqlen-k 512",
     "show": "fagen show --head-dim 128 --softcap | less",
-    "clean": "fagen clean fwd_hdim128_bf16_sm80",
+    "clean": "fagen clean --older-than 30d --keep-size 2G",
+    "why": "fagen why --head-dim 128 --softcap",
     "bench": "fagen bench --compile",
 }
 
