@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +26,26 @@ def template_dir() -> Path:
     raise FagenError(f"no templates beside {package}: the installation is incomplete, install fagen again")
 
 
+class _Loader(jinja2.FileSystemLoader):
+    """Takes a template for changed where its text is: what a file's time says depends on clocks and tools."""
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        source, filename, _ = super().get_source(environment, template)
+        path, content = Path(filename), Path(filename).read_bytes()
+
+        def same() -> bool:
+            try:
+                return path.read_bytes() == content
+            except OSError:
+                return False
+
+        return source, filename, same
+
+
 @cache
 def environment() -> jinja2.Environment:
     """The one Jinja environment: an undefined name is an error, and blocks leave no blank lines."""
-    loader = jinja2.FileSystemLoader(template_dir())
+    loader = _Loader(template_dir())
     result = jinja2.Environment(
         loader=loader,
         undefined=jinja2.StrictUndefined,
