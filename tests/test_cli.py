@@ -508,7 +508,7 @@ def test_check_of_decoding_that_stops_or_cannot_be(run: Fagen, monkeypatch: pyte
         (["build", "--head-dim", "64", "--sofcap"], 2, "--softcap"),
         (["build", "--head-dim", "64", "-j", "0"], 2, "-j"),
         (["build"], 2, "--head-dim"),
-        (["buidl"], 2, "Did you mean 'build'?"),
+        (["buidl"], 2, "Did you mean 'build'"),
         (["show", "surplus", "--head-dim", "64"], 2, "surplus"),
         (["bench"], 2, "--compile, --forward, --backward or --decode"),
     ],

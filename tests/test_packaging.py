@@ -21,7 +21,7 @@ import fagen
 ROOT = Path(__file__).resolve().parent.parent
 
 # Modules whose distribution has another name.
-DISTRIBUTIONS = {"cuda": "cuda-bindings"}
+DISTRIBUTIONS = {"cuda": "cuda-bindings", "tomllib": "tomli"}
 
 USE = """
 import sys

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,26 +12,31 @@ import typer
 from fagen import build as builder
 from fagen.cache import Artifact
 from fagen.cli import output
-from fagen.cli.options import ArchOption, EmulateOption, JsonOption
+from fagen.cli.options import KERNEL_PANEL, ArchOption, EmulateOption, JobsOption, JsonOption, ShardOption
 from fagen.cli.specs import takes_specs
-from fagen.cli.targets import plans
+from fagen.cli.targets import matrix_plans, plans
+from fagen.errors import SpecError
 from fagen.plan import KernelPlan
 from fagen.spec import AttentionSpec
 
-_JOBS_HELP = "most compilers at once; default: what cores and memory allow"
+_FROM_HELP = "a matrix in place of the flags: a TOML file, or a pyproject.toml with a table tool.fagen"
 
 
-@takes_specs
+@partial(takes_specs, optional=True)
 def build(
-    specs: list[AttentionSpec],
+    specs: list[AttentionSpec] | None,
     arch: ArchOption = None,
+    matrix: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help=_FROM_HELP, rich_help_panel=KERNEL_PANEL)
+    ] = None,
+    shard: ShardOption = None,
     emulate: EmulateOption = False,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help=_JOBS_HELP)] = None,
+    jobs: JobsOption = None,
     force: Annotated[bool, typer.Option("--force", help="build again what the cache has")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Builds every kernel that the flags name and shows what each became."""
-    kernels = plans(specs, arch)
+    """Builds every kernel that the flags or a matrix name and shows what each became."""
+    kernels = _chosen(specs, arch, matrix, shard)
     started = time.perf_counter()
     with output.progress("compiling", len(kernels)) as step:
         artifacts = builder.build(
@@ -40,9 +47,26 @@ def build(
         rows = [describe(kernel, artifact) for kernel, artifact in zip(kernels, artifacts, strict=True)]
         output.emit({"artifacts": rows, "seconds": round(seconds, 3)})
     else:
-        print_table(kernels, artifacts)
-        if any(not artifact.cached for artifact in artifacts) and len(artifacts) > 1:
-            output.note(f"{len(artifacts)} kernels in {output.duration(seconds)}")
+        if kernels:
+            print_table(kernels, artifacts)
+        built = sum(not artifact.cached for artifact in artifacts)
+        if (built and len(artifacts) > 1) or matrix is not None:
+            total = output.size(sum(artifact.size for artifact in artifacts))
+            output.note(f"{len(artifacts)} kernels, {total}; built {built} in {output.duration(seconds)}")
+
+
+def _chosen(
+    specs: list[AttentionSpec] | None, arch: str | None, matrix: Path | None, shard: str | None
+) -> list[KernelPlan]:
+    if matrix is not None:
+        if specs is not None:
+            raise SpecError("--from names the kernels, and so do the flags: give one of them")
+        return matrix_plans(matrix, arch, shard)
+    if specs is None:
+        raise SpecError("say which kernel: --head-dim 128 and the features, or a file with --from")
+    if shard is not None:
+        raise SpecError("--shard divides what a file names: add --from")
+    return plans(specs, arch)
 
 
 def describe(kernel: KernelPlan, artifact: Artifact) -> dict[str, Any]:

@@ -12,10 +12,14 @@ _ARCH_HELP = (
     "targets: sm80, 9.0, a list of such, or native; default: the GPU's, without one FAGEN_ARCH or "
     "TORCH_CUDA_ARCH_LIST, without those sm80"
 )
+_SHARD_HELP = "only part I of N, such as 3/16; the parts can be built on any machines, and are all"
+_JOBS_HELP = "most compilers at once; default: what cores and memory allow"
 _EMULATE_HELP = "the same kernel compiled for the CPU"
 
 ArchOption = Annotated[
     str | None, typer.Option("--arch", metavar="ARCH,...", help=_ARCH_HELP, rich_help_panel=KERNEL_PANEL)
 ]
 EmulateOption = Annotated[bool, typer.Option("--emulate", help=_EMULATE_HELP, rich_help_panel=KERNEL_PANEL)]
+ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help=_SHARD_HELP)]
+JobsOption = Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help=_JOBS_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]

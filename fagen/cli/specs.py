@@ -21,20 +21,24 @@ from fagen.spec import AttentionSpec, feature_names
 _FEATURES = "Features (off unless given)"
 
 
-def takes_specs(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command(specs=[...], ...)` as a function that takes the spec flags in place of `specs`, for typer to read."""
+def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable[..., Any]:
+    """`command(specs=[...], ...)` as a function that takes the spec flags in place of `specs`, for typer to read.
+
+    With `optional` none of the flags need be given, and `specs` is then None.
+    """
     signature = inspect.signature(command, eval_str=True)
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in signature.parameters.items()
         if name != "specs"
     ]
-    flags = _flags()
+    flags = _flags(optional)
 
     @wraps(command)
     def run(**values: Any) -> Any:
         given = {flag.name: values.pop(flag.name) for flag in flags}
-        return command(specs=matrix(given), **values)
+        none = optional and all(value is None or value == [] for value in given.values())
+        return command(specs=None if none else matrix(given), **values)
 
     run.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*flags, *own]}
@@ -68,9 +72,9 @@ def matrix(given: Mapping[str, Any]) -> list[AttentionSpec]:
     return list(dict.fromkeys(specs))
 
 
-def _flags() -> list[inspect.Parameter]:
+def _flags(optional: bool) -> list[inspect.Parameter]:
     features = list(feature_names())
-    flags = [_value_flag(name) for name in AttentionSpec.model_fields if name not in features]
+    flags = [_value_flag(name, optional) for name in AttentionSpec.model_fields if name not in features]
     flags += [_feature_flag(name) for name in features]
     both = typer.Option(
         None, "--both", metavar="FEATURE,...", help="once with and once without", rich_help_panel=_FEATURES
@@ -78,14 +82,16 @@ def _flags() -> list[inspect.Parameter]:
     return [*flags, _parameter("both", list[str] | None, both)]
 
 
-def _value_flag(name: str) -> inspect.Parameter:
+def _value_flag(name: str, optional: bool) -> inspect.Parameter:
     field = AttentionSpec.model_fields[name]
-    default: Any = ... if field.is_required() else None if field.default is None else [field.default]
+    default_values = None if field.is_required() or field.default is None else [field.default]
+    default: Any = None if optional else ... if field.is_required() else default_values
     option = typer.Option(
         default,
         _flag_name(name),
         metavar="N,..." if "head_dim" in name else "TYPE,...",
         help=field.description,
+        show_default=str(field.default) if optional and default_values else True,
         rich_help_panel=KERNEL_PANEL,
     )
     return _parameter(name, list[str] | None, option)

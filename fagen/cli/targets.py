@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from fagen import target
 from fagen.arch import Arch, parse_list
@@ -20,6 +21,15 @@ def resolve_archs(text: str | None) -> tuple[Arch, ...]:
         names = ", ".join(arch.name for arch in archs)
         note(f"no GPU found, and neither --arch, FAGEN_ARCH nor TORCH_CUDA_ARCH_LIST is set: using {names}")
     return archs
+
+
+def matrix_plans(path: Path, arch: str | None, shard: str | None) -> list[KernelPlan]:
+    """Every kernel that the matrix at `path` names, each once, or its part `shard`. SpecError as for `matrix.read`."""
+    from fagen import matrix
+
+    part = None if shard is None else matrix.parse_shard(shard)
+    kernels = matrix.kernels(matrix.read(path, resolve_archs, arch))
+    return kernels if part is None else matrix.shard(kernels, *part)
 
 
 def plans(specs: Sequence[AttentionSpec], arch: str | None) -> list[KernelPlan]:
