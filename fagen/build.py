@@ -353,7 +353,10 @@ def _outcome(folder: Path, index: int, said: str = "") -> tuple[int, str, float 
 def _ninja_file(todo: Sequence[Request]) -> str:
     lines = ["rule compile", "  command = $run", "  description = $out", ""]
     for index, request in enumerate(todo):
-        run = f"cd {index} && : > started && {shlex.join(request.command())} > log 2>&1 && : > finished"
+        command = shlex.join(request.command())
+        if "\n" in command or "\r" in command:  # which end a statement of ninja, however they are quoted
+            raise ToolchainError(f"a line break in the compiler's command: {request.command()}")
+        run = f"cd {index} && : > started && {command} > log 2>&1 && : > finished"
         lines += [
             f"build {index}/{request.binary_file}: compile {index}/{request.source_file}",
             f"  run = {run.replace('$', '$$')}",

@@ -470,7 +470,7 @@ def _doubt(path: Path) -> str | None:
 
 def _doubt_of_tree(root: Path) -> str | None:
     """`_doubt` of a cache directory, and of those above it, in which others could put another in its place."""
-    own = _doubt(root)
+    own = _doubt(root) or _doubt(root / _STAGING)
     if own is not None:
         return own
     for path in root.parents:

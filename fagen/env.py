@@ -29,6 +29,13 @@ from fagen.errors import SpecError, ToolchainError
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
+_KEPT_FROM_COMPILERS = frozenset(
+    {"NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"}  # flags of nvcc
+    | {"CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"}  # flags of gcc and clang
+    | {"DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES"}  # files that gcc writes
+    | {"LC_ALL", "LANGUAGE"}
+)
+
 
 def _get(name: str) -> str | None:
     value = os.environ.get(name, "").strip()
@@ -98,11 +105,10 @@ def conda_prefix() -> Path | None:
 def for_compilers() -> dict[str, str]:
     """The environment that compilers run in.
 
-    Messages are in English, for they are parsed. nvcc's variables of extra flags are left out: they would change a
-    binary without changing its key.
+    Messages are in English, for they are parsed. What would change a binary without changing its key is left out, and
+    what makes a compiler write files of its own.
     """
-    changed = {"NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "LC_ALL", "LANGUAGE"}
-    return {name: value for name, value in os.environ.items() if name not in changed} | {"LC_ALL": "C"}
+    return {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_COMPILERS} | {"LC_ALL": "C"}
 
 
 def cxx() -> tuple[str, list[str]] | None:

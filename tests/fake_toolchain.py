@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import struct
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ while [ $# -gt 1 ]; do
     shift
 done
 echo compiled >> {count}
-word=$(grep -o -w -E 'BROKEN|SLOW|EMPTY|ALIEN|NAMELESS' "$1" | head -n 1)
+word=$(grep -a -o -w -E 'BROKEN|SLOW|EMPTY|ALIEN|NAMELESS' "$1" | head -n 1)
 case "$word" in
 BROKEN) echo "$1(3): error: expected a ;" >&2; exit 2 ;;
 SLOW) echo $$ > {pid}; sleep 60 ;;
@@ -170,3 +171,20 @@ def script_env(**changes: str) -> dict[str, str]:
     """The environment for `script`: no FAGEN_* variable but those of `changes`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FAGEN_")}
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])} | changes
+
+
+def run_as_other(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` as a user without any privilege, without a name and without a home."""
+    kept = {name: value for name, value in script_env(**environment).items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    # What is imported late is imported now: that user may not be able to read this environment of Python.
+    drop = "import os, json, platformdirs, warnings, pwd, grp\n"
+    if os.geteuid() == 0:
+        drop += "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
+    return subprocess.run(
+        script(drop + code),
+        env=kept,
+        capture_output=True,
+        text=True,
+        cwd="/",
+        check=False,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import tempfile
 import threading
 import time
@@ -20,8 +19,7 @@ from fake_toolchain import (
     kernels,
     make_kernel,
     render,
-    script,
-    script_env,
+    run_as_other,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,23 +61,6 @@ def open_folder() -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)
         yield folder
-
-
-def run_as_other(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` as a user without any privilege, without a name and without a home."""
-    kept = {name: value for name, value in script_env(**environment).items() if name not in ("HOME", "XDG_CACHE_HOME")}
-    # What is imported late is imported now: that user may not be able to read this environment of Python.
-    drop = "import os, json, platformdirs, warnings, pwd, grp\n"
-    if os.geteuid() == 0:
-        drop += "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
-    return subprocess.run(
-        script(drop + code),
-        env=kept,
-        capture_output=True,
-        text=True,
-        cwd="/",
-        check=False,
-    )
 
 
 def test_digest_depends_on_everything_that_decides_the_binary() -> None:
