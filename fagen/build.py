@@ -130,37 +130,50 @@ def build(
 
 
 def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> list[Artifact]:
-    """What `fagen.load` runs: as `build`, but with FAGEN_JIT=0 a missing kernel is an error, and without a CUDA
-    compiler any cubin of the same source serves.
+    """What `fagen.load` runs: what the cache has, else what a bundle has of the same source, else as `build`. With
+    FAGEN_JIT=0 a kernel that neither has is an error. Without a CUDA compiler any cubin of the same source serves.
 
-    Raises CacheError that names the missing kernel and the command which builds it.
+    Raises CacheError that names the missing kernel, the nearest ones and the command which builds it.
     """
     env.compiler()  # a bad value is an error, and not the lack of a compiler
+    compiler: toolchain.Compiler | None = None
+    lacking: ToolchainError | None = None
     try:
-        compiler: toolchain.Compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
-    except ToolchainError:
+        compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
+    except ToolchainError as error:
         if emulate:
             raise
-        shipped = [
-            cache.find_by_source(kernel.slug, renderer.render(kernel, "cuda"), kernel.arch.name) for kernel in kernels
-        ]
-        whole = [artifact for artifact in shipped if artifact is not None]
-        if len(whole) < len(shipped):
-            raise
-        return whole
-    if env.jit():
-        return build(kernels, emulate=emulate)
-    found: list[Artifact] = []
-    for kernel in kernels:
-        artifact = request_of(kernel, compiler, emulate).find()
-        if artifact is None:
-            command = shlex.join(["fagen", "build", *kernel.spec.cli_flags(), "--arch", kernel.arch.name])
-            raise CacheError(
-                f"{kernel.slug} is not built for {compiler.identity}, and FAGEN_JIT=0 forbids to compile it now: "
-                f"run `{command}{' --emulate' if emulate else ''}` first"
-            )
-        found.append(artifact)
-    return found
+        lacking = error
+    found: dict[int, Artifact] = {}
+    for index, kernel in enumerate(kernels):
+        artifact = _find(kernel, compiler, emulate)
+        if artifact is not None:
+            found[index] = artifact
+    missing = [kernel for index, kernel in enumerate(kernels) if index not in found]
+    if missing and not env.jit():
+        from fagen import nearest
+
+        raise nearest.missing(missing[0], "emulate" if emulate else "cuda", compiler.identity if compiler else None)
+    if missing and lacking is not None:
+        raise lacking
+    built = iter(build(missing, emulate=emulate) if missing else ())
+    return [found[index] if index in found else next(built) for index in range(len(kernels))]
+
+
+def _find(kernel: KernelPlan, compiler: toolchain.Compiler | None, emulate: bool) -> Artifact | None:
+    """What is built of `kernel`: in the cache by `compiler`, or without one by any, or in a bundle."""
+    if compiler is None:
+        source = renderer.render(kernel, "cuda")
+        artifact = cache.find_by_source(kernel.slug, source, kernel.arch.name)
+    else:
+        request = request_of(kernel, compiler, emulate)
+        source = request.source
+        artifact = request.find(warn=not env.jit())  # else `build` warns
+    if artifact is None and not emulate:
+        from fagen import bundle  # 20 ms, which a warm look-up need not pay
+
+        artifact = bundle.find(kernel.slug, source, kernel.arch.name)
+    return artifact
 
 
 def job_limit(jobs: int | None = None) -> int:
@@ -306,8 +319,11 @@ def _ninja(todo: Sequence[Request], scratch: Path, jobs: int) -> _Outcomes:
     """
     (scratch / "build.ninja").write_text(_ninja_file(todo), encoding="utf-8")
     command = [str(toolchain.find_ninja()), "-f", "build.ninja", "-j", str(jobs), "-k", "0"]
-    # nvcc breaks on a temporary directory with a space or `$` in its path; "." is the folder of the edge.
-    environment = env.for_compilers() | {"NINJA_STATUS": "", "TMPDIR": "."}
+    environment = env.for_compilers() | {"NINJA_STATUS": ""}
+    # nvcc breaks on a temporary directory with a space or `$` in its path; "." is the folder of the edge. A launcher's
+    # server, which an edge may start, outlives that folder and needs a directory that stays.
+    if not (isinstance(todo[0].compiler, toolchain.NvccCompiler) and todo[0].compiler.launcher):
+        environment["TMPDIR"] = "."
     waiting = dict(enumerate(todo))
     try:
         process = subprocess.Popen(

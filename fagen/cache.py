@@ -106,6 +106,30 @@ class Artifact:
 
 
 @dataclass(frozen=True)
+class BundledArtifact(Artifact):
+    """A kernel of a bundle, in memory. Its paths are what they would be if the bundle were a folder."""
+
+    fields: tuple[tuple[str, Any], ...] = ()
+    image: bytes = b""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return dict(self.fields)
+
+    @property
+    def log(self) -> str:
+        return f"# {self.compiler}\n# from {self.directory.parent}\n"
+
+    @property
+    def size(self) -> int:
+        return len(self.image)
+
+    @property
+    def built(self) -> float:
+        return self.directory.parent.stat().st_mtime
+
+
+@dataclass(frozen=True)
 class Entry:
     """One directory that fagen made. `artifact` is None where no kernel can be read from it; `problem` says why.
 

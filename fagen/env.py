@@ -5,11 +5,13 @@
 | `FAGEN_CACHE_DIR` | where artifacts are kept | a directory, made on demand |
 | `FAGEN_COMPILER` | which CUDA compiler builds kernels | `nvrtc`, `nvcc` |
 | `FAGEN_NVCC` | the nvcc to run; without `FAGEN_COMPILER` it also chooses nvcc | a path, or a name on `PATH` |
+| `FAGEN_LAUNCHER` | what runs nvcc; without `FAGEN_COMPILER` it also chooses nvcc | `sccache`, `ccache`, a command |
 | `CUDA_HOME` | toolkit to take nvcc from after `FAGEN_NVCC` | a directory |
 | `FAGEN_CXX`, `CXX` | C++ compiler of emulated kernels | an executable, with options if need be: `ccache g++` |
 | `FAGEN_ARCH` | default architecture | one architecture or a list, such as `sm90` |
 | `TORCH_CUDA_ARCH_LIST` | default architecture after `FAGEN_ARCH` | PyTorch's syntax, such as `8.0;9.0+PTX` |
 | `FAGEN_JIT` | whether a missing kernel may be compiled | `1` (default), `0` |
+| `FAGEN_BUNDLES` | where `load` finds built kernels | bundles and directories of such, with `:` between |
 | `FAGEN_EMULATE_SEED` | order in which emulated threads run | an integer from 0 to 2**64 - 1 |
 | `FAGEN_EMULATE_THREADS` | host threads that run emulated blocks | an integer of at least 1 |
 | `MAX_JOBS` | most compilers at once | an integer of at least 1 |
@@ -90,6 +92,18 @@ def nvcc() -> str | None:
     return _get("FAGEN_NVCC")
 
 
+def launcher() -> list[str]:
+    """`FAGEN_LAUNCHER`: the command that nvcc's is handed to, as a list; empty when unset.
+
+    Raises ToolchainError for a value that a shell could not split.
+    """
+    value = _get("FAGEN_LAUNCHER")
+    try:
+        return shlex.split(value or "")
+    except ValueError as error:
+        raise ToolchainError(f"FAGEN_LAUNCHER={value!r} is not a command: {error}") from error
+
+
 def cuda_home() -> Path | None:
     """`CUDA_HOME`: directory of a CUDA toolkit, None when unset."""
     value = _get("CUDA_HOME")
@@ -126,6 +140,16 @@ def cxx() -> tuple[str, list[str]] | None:
             raise ToolchainError(f"{name}={value!r} is not a command: {error}") from error
         return name, command
     return None
+
+
+def bundles() -> list[Path]:
+    """`FAGEN_BUNDLES`: bundles and directories of bundles, absolute, with `~` expanded. Raises SpecError."""
+    value = _get("FAGEN_BUNDLES") or ""
+    parts = [part.strip() for part in value.split(os.pathsep)]
+    try:
+        return [Path(os.path.abspath(Path(part).expanduser())) for part in parts if part]
+    except RuntimeError as error:
+        raise SpecError(f"FAGEN_BUNDLES={value!r}: {error}") from error
 
 
 def arch() -> str | None:

@@ -13,7 +13,7 @@ import torch
 from fagen import env
 from fagen.arch import Arch
 from fagen.build import find_or_build
-from fagen.cache import Artifact
+from fagen.cache import Artifact, BundledArtifact
 from fagen.emulator import EmulatedKernel
 from fagen.errors import LaunchError
 from fagen.launch import CudaKernel, current_stream
@@ -42,8 +42,9 @@ class Kernel:
             if device is None:
                 _LOADED[key] = EmulatedKernel(artifact.binary, kernel_plan.entry)
             else:
+                binary = artifact.image if isinstance(artifact, BundledArtifact) else artifact.binary
                 _LOADED[key] = CudaKernel(
-                    *(artifact.binary, kernel_plan.entry, device, kernel_plan.smem_bytes), overlaps=kernel_plan.overlaps
+                    *(binary, kernel_plan.entry, device, kernel_plan.smem_bytes), overlaps=kernel_plan.overlaps
                 )
         self.plan = kernel_plan
         self.artifact = artifact

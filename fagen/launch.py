@@ -20,12 +20,14 @@ _MOST_CONFIGS = 256  # prepared configurations of a kernel's launches
 class CudaKernel:
     """One kernel of one cubin (or PTX file, compiled by the driver), loaded into a device's primary context."""
 
-    def __init__(self, binary: Path, entry: str, device: int, smem_bytes: int, overlaps: bool = False) -> None:
-        """`overlaps`: it may start before the kernel before it in its stream has ended, for which it waits itself."""
+    def __init__(self, binary: Path | bytes, entry: str, device: int, smem_bytes: int, overlaps: bool = False) -> None:
+        """`binary`: the file, or what it holds. `overlaps`: it may start before the kernel before it in its stream has
+        ended, for which it waits itself."""
         driver = self._driver = _driver()
         handle = _check(driver.cuDeviceGet(device))
         self._context = _check(driver.cuDevicePrimaryCtxRetain(handle))
-        image = binary.read_bytes() + b"\0"  # PTX is text and must end in NUL; a cubin knows its own length
+        image = binary if isinstance(binary, bytes) else binary.read_bytes()
+        image += b"\0"  # PTX is text and must end in NUL; a cubin knows its own length
         with self._current():
             self._module = _check(driver.cuModuleLoadData(image))
             self._function = _check(driver.cuModuleGetFunction(self._module, entry.encode()))

@@ -100,11 +100,13 @@ class NvrtcCompiler:
 
 @dataclass(frozen=True)
 class NvccCompiler:
-    """nvcc of a CUDA toolkit."""
+    """nvcc of a CUDA toolkit. The words of `launcher`, that of FAGEN_LAUNCHER, stand before it in its command: they
+    change who compiles and what is compiled twice, never the result, and so are in no key."""
 
     executable: Path
     version: str
     build: str
+    launcher: tuple[str, ...] = ()
     name: str = "nvcc"
 
     @property
@@ -117,7 +119,7 @@ class NvccCompiler:
         return ("-std=c++17", f"-arch={arch.sm}", *kind, "-allow-unsupported-compiler")
 
     def command(self, arch: Arch, source: str, binary: str) -> list[str]:
-        return [str(self.executable), *self.flags(arch), "-o", binary, source]
+        return [*self.launcher, str(self.executable), *self.flags(arch), "-o", binary, source]
 
     def check(self, arch: Arch) -> None:
         listed = _output([str(self.executable), "--list-gpu-code"])
@@ -157,12 +159,17 @@ class HostCompiler:
 
 
 def find_cuda_compiler() -> NvrtcCompiler | NvccCompiler:
-    """The compiler of cubins: what FAGEN_COMPILER or FAGEN_NVCC ask for, else NVRTC, else nvcc.
+    """The compiler of cubins: what FAGEN_COMPILER, FAGEN_NVCC or FAGEN_LAUNCHER ask for, else NVRTC, else nvcc.
 
-    Raises ToolchainError that says what to install.
+    Raises ToolchainError that says what to install, or which variables contradict each other.
     """
     choice = env.compiler()
-    if choice is None and env.nvcc() is not None:
+    if choice == "nvrtc" and env.launcher():
+        raise ToolchainError(
+            "FAGEN_LAUNCHER runs commands of nvcc, and NVRTC is a library that no launcher can run: "
+            "unset FAGEN_LAUNCHER, or set FAGEN_COMPILER=nvcc"
+        )
+    if choice is None and (env.nvcc() is not None or env.launcher()):
         choice = "nvcc"
     if choice != "nvcc":
         nvrtc = find_nvrtc()
@@ -174,7 +181,7 @@ def find_cuda_compiler() -> NvrtcCompiler | NvccCompiler:
     if nvcc is not None:
         return nvcc
     if choice == "nvcc":
-        raise ToolchainError("no nvcc was found: install a CUDA toolkit and set CUDA_HOME or FAGEN_NVCC")
+        raise ToolchainError(f"no nvcc was found{_who_asks()}: install a CUDA toolkit and set CUDA_HOME or FAGEN_NVCC")
     raise ToolchainError(
         f"no CUDA compiler was found: {_INSTALL_NVRTC} brings NVRTC; or install a CUDA toolkit and set CUDA_HOME. "
         "Kernels for the CPU need neither"
@@ -399,7 +406,22 @@ def _nvcc_at(executable: Path, variable: str) -> NvccCompiler:
             f"nvcc {version[1]} ({executable}) is too old: CUDA {_OLDEST_CUDA[0]}.{_OLDEST_CUDA[1]} or newer"
         )
     build = re.search(r"^Build (\S+)", text, re.MULTILINE)
-    return NvccCompiler(executable, version[1], build[1] if build else "")
+    return NvccCompiler(executable, version[1], build[1] if build else "", _launcher())
+
+
+def _launcher() -> tuple[str, ...]:
+    """The words of FAGEN_LAUNCHER, the program as a path that holds wherever ninja runs it."""
+    words = env.launcher()
+    if not words:
+        return ()
+    resolved = shutil.which(words[0])
+    if resolved is None:
+        raise ToolchainError(f"FAGEN_LAUNCHER={shlex.join(words)!r}: {words[0]!r} is not an executable")
+    return os.path.abspath(resolved), *words[1:]
+
+
+def _who_asks() -> str:
+    return ", which FAGEN_LAUNCHER needs" if env.launcher() else ""
 
 
 def _host(words: tuple[str, ...]) -> HostCompiler:

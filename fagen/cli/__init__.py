@@ -23,6 +23,7 @@ from fagen.errors import FagenError, ToolchainError
 # Name of the command: where it is, and the line that describes it.
 COMMANDS = {
     "build": ("fagen.cli.build:build", "Build kernels, or find them in the cache."),
+    "bundle": ("fagen.cli.bundle:bundle", "Put built kernels into one file, for machines without a compiler."),
     "check": ("fagen.cli.check:check", "Run kernels and compare them with a float64 reference."),
     "show": ("fagen.cli.show:show", "Print the generated source of a kernel."),
     "list": ("fagen.cli.artifacts:list_artifacts", "List the built kernels."),
@@ -34,6 +35,7 @@ COMMANDS = {
 
 EXAMPLES = {
     "build": "fagen build --head-dim 64,128 --both causal --softcap --arch sm80,sm90",
+    "bundle": "fagen bundle variants.toml -o kernels.zip",
     "check": "fagen check --head-dim 128 --causal --softcap --seqlen-q 300 --seqlen-k 512",
     "show": "fagen show --head-dim 128 --softcap | less",
     "clean": "fagen clean --older-than 30d --keep-size 2G",

@@ -59,13 +59,10 @@ def _chosen(
     specs: list[AttentionSpec] | None, arch: str | None, matrix: Path | None, shard: str | None
 ) -> list[KernelPlan]:
     if matrix is not None:
-        if specs is not None:
-            raise SpecError("--from names the kernels, and so do the flags: give one of them")
         return matrix_plans(matrix, arch, shard)
-    if specs is None:
-        raise SpecError("say which kernel: --head-dim 128 and the features, or a file with --from")
     if shard is not None:
         raise SpecError("--shard divides what a file names: add --from")
+    assert specs is not None
     return plans(specs, arch)
 
 

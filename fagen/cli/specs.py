@@ -24,7 +24,8 @@ _FEATURES = "Features (off unless given)"
 def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable[..., Any]:
     """`command(specs=[...], ...)` as a function that takes the spec flags in place of `specs`, for typer to read.
 
-    With `optional` none of the flags need be given, and `specs` is then None.
+    With `optional` a file can take the place of the flags: that of the command's parameter `matrix`, with which `specs`
+    is None.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [
@@ -37,8 +38,13 @@ def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable
     @wraps(command)
     def run(**values: Any) -> Any:
         given = {flag.name: values.pop(flag.name) for flag in flags}
-        none = optional and all(value is None or value == [] for value in given.values())
-        return command(specs=None if none else matrix(given), **values)
+        if optional and values["matrix"] is not None:
+            if any(value not in (None, []) for value in given.values()):
+                raise SpecError("--from names the kernels, and so do the flags: give one of them")
+            return command(specs=None, **values)
+        if optional and not given["head_dim"]:
+            raise SpecError("say which kernel: --head-dim 128 and the features, or a file with --from")
+        return command(specs=matrix(given), **values)
 
     run.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*flags, *own]}
