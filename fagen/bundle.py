@@ -116,10 +116,10 @@ class Bundle:
         advice = "the bundle is damaged or was changed; make or copy it again"
         try:
             with zipfile.ZipFile(self.path) as archive:
-                info = archive.getinfo(entry.path(member))
-                if info.file_size != member.bytes:
-                    raise CacheError(f"{what} has {info.file_size} bytes, not {member.bytes}: {advice}")
-                data = archive.read(info)
+                size = archive.getinfo(entry.path(member)).file_size
+                if size != member.bytes:
+                    raise CacheError(f"{what} has {size} bytes, not {member.bytes}: {advice}")
+                data = _extract(archive, entry.path(member))
         except OSError as error:
             raise CacheError(f"{self.path}: {(error.strerror or str(error)).lower()}") from error
         except (KeyError, *_DAMAGE) as error:
@@ -329,7 +329,7 @@ def _read(path: Path, _mtime: int, _size: int, _inode: int) -> Bundle:
                 raise CacheError(f"{path} is not a bundle, it has no {MANIFEST}: {advice}")
             if archive.getinfo(MANIFEST).file_size > _MOST_MANIFEST_BYTES:
                 raise CacheError(f"{path} is not a bundle, its {MANIFEST} is too large: {advice}")
-            data = archive.read(MANIFEST)
+            data = _extract(archive, MANIFEST)
     except OSError as error:
         raise CacheError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except _DAMAGE as error:
@@ -343,6 +343,13 @@ def _read(path: Path, _mtime: int, _size: int, _inode: int) -> Bundle:
         what = f"{strange[0]!r} is not in its manifest" if strange else f"{min(listed - set(names))} is missing"
         raise CacheError(f"{path} is not a bundle, {what}: {advice}")
     return Bundle(path, manifest.fagen, manifest.kernels)
+
+
+def _extract(archive: zipfile.ZipFile, name: str) -> bytes:
+    info = archive.getinfo(name)
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise zipfile.BadZipFile(f"{name} is compressed in a way that no bundle is")
+    return archive.read(info)
 
 
 def _manifest(path: Path, data: bytes, advice: str) -> _Manifest:

@@ -601,3 +601,36 @@ def test_a_real_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = build.find_or_build(wanted)
     images = [artifact.image for artifact in found if isinstance(artifact, BundledArtifact)]
     assert images == [artifact.binary.read_bytes() for artifact in built]
+
+
+@pytest.mark.gpu
+def test_a_kernel_of_a_bundle_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card: forward and gradients, bit for bit those of the cache, on a machine that has lost its compiler."""
+    import torch
+
+    import fagen
+
+    spec = fagen.AttentionSpec(head_dim=64, causal=True, backward=True, deterministic=True)
+    q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+
+    def run(attention: Any) -> tuple[torch.Tensor, ...]:
+        o = attention(q, k, v)
+        return o, *torch.autograd.grad(o.float().square().sum(), (q, k, v))
+
+    attention = fagen.load(spec)
+    expected = run(attention)
+    artifacts = [kernel.artifact for kernel in attention.kernels("cuda:0").values()]
+    bundle.write(tmp_path / "kernels.zip", artifacts)
+
+    def none() -> None:
+        raise ToolchainError("no CUDA compiler was found")
+
+    monkeypatch.setattr(toolchain, "find_cuda_compiler", none)
+    monkeypatch.setenv("FAGEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("FAGEN_BUNDLES", str(tmp_path / "kernels.zip"))
+    monkeypatch.setenv("FAGEN_JIT", "0")
+    bundled = fagen.load(spec)
+    assert all(isinstance(kernel.artifact, BundledArtifact) for kernel in bundled.kernels("cuda:0").values())
+    assert all(torch.equal(mine, other) for mine, other in zip(run(bundled), expected, strict=True))
+    with pytest.raises(CacheError, match="is not built"):
+        fagen.load(fagen.AttentionSpec(head_dim=128))
