@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal, TypeVar
 
-from fagen import cache, env, toolchain
+from fagen import bundle, cache, env, toolchain
 from fagen.arch import Arch, for_capability
 from fagen.driver import Gpu, driver_version, gpus
 from fagen.errors import FagenError
@@ -37,7 +37,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, and what follows: whether kernels can be compiled for a GPU, run on one, and run on the CPU."""
+    """All findings, and what follows: whether kernels can be compiled for a GPU, run on one, be it from bundles only,
+    and run on the CPU."""
 
     findings: tuple[Finding, ...]
     builds_cuda: bool
@@ -52,6 +53,9 @@ class Diagnosis:
     @property
     def summary(self) -> str:
         """One sentence on what works here."""
+        if self.runs_cuda and not self.builds_cuda:
+            emulated = ", and emulated on the CPU" if self.runs_cpu else ""
+            return f"kernels of bundles run on the GPU{emulated}; none can be built for a GPU"
         if self.runs_cuda and self.runs_cpu:
             return "kernels are built and run on the GPU, and emulated on the CPU"
         if self.runs_cuda:
@@ -87,13 +91,17 @@ def diagnose() -> Diagnosis:
     ninja = _ninja()
     torch = _torch(bool(cards))
     bindings = _bindings(bool(cards))
-    store = _cache()
+    store, bundles = _cache(), _bundles(arch)
 
     builds_cuda = compiler.ok and store.ok
     return Diagnosis(
-        findings=(nvrtc, nvcc, compiler, driver, gpu, bindings, host, ninja, torch, store),
+        findings=(nvrtc, nvcc, compiler, driver, gpu, bindings, host, ninja, torch, store, *bundles),
         builds_cuda=builds_cuda,
-        runs_cuda=builds_cuda and gpu.ok and bindings.ok and torch.ok and not _torch_is_for_cpus(),
+        runs_cuda=(builds_cuda or any(found.ok for found in bundles))
+        and gpu.ok
+        and bindings.ok
+        and torch.ok
+        and not _torch_is_for_cpus(),
         runs_cpu=host.ok and ninja.ok and torch.ok and store.ok,
     )
 
@@ -207,6 +215,25 @@ def _cache() -> Finding:
     if caught:
         return Finding("cache", "ok", f"{directory}, writable", str(caught[0].message))
     return Finding("cache", "ok", f"{directory}, writable")
+
+
+def _bundles(arch: Arch | None) -> list[Finding]:
+    """One finding where there are bundles, or should be."""
+    name = "bundles"
+    try:
+        found = bundle.search()
+    except FagenError as error:
+        return [Finding(name, "problem", "not usable", str(error))]
+    if not found:
+        return []
+    served = sorted({entry.arch for each in found for entry in each.entries})
+    count = sum(len(each.entries) for each in found)
+    what = f"{count} kernel{'' if count == 1 else 's'} for {', '.join(served)} in {', '.join(str(each.path) for each in found)}"
+    if arch is not None and arch.name not in served:
+        return [
+            Finding(name, "problem", what, f"none is for this card: make one with `fagen bundle --arch {arch.name}`")
+        ]
+    return [Finding(name, "ok", what)]
 
 
 def _installed(package: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fagen import doctor, toolchain
+from fagen import bundle, doctor, toolchain
 from fagen.cli import main
 from fagen.doctor import Diagnosis, Finding, Gpu, diagnose
 from fagen.errors import CacheError, FagenError, ToolchainError
@@ -176,6 +176,26 @@ def test_a_cache_that_cannot_be_written(machine: Machine, monkeypatch: pytest.Mo
     monkeypatch.setattr("fagen.cache.build_dir", build_dir)
     diagnosis = diagnose()
     assert not diagnosis.ok and "FAGEN_CACHE_DIR" in finding(diagnosis, "cache").advice
+
+
+def test_a_card_with_bundles_alone(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that cannot compile runs what it was given, if that is for its card."""
+    machine.have(nvrtc=None, nvcc=None, cuda_compiler=ToolchainError("none"), host_compiler=ToolchainError("none"))
+    assert not diagnose().ok
+    path = tmp_path / "kernels.zip"
+    entry = {"slug": "fwd", "arch": "sm90a"}
+    for archs, ok in ((["sm80", "sm90a"], True), (["sm80"], False)):
+        entries = tuple(bundle.Entry.model_construct(**(entry | {"arch": arch})) for arch in archs)
+        monkeypatch.setattr(bundle, "search", lambda entries=entries: [bundle.Bundle(path, "0", entries)])
+        diagnosis = diagnose()
+        assert diagnosis.ok == diagnosis.runs_cuda == ok and not diagnosis.builds_cuda
+        found = finding(diagnosis, "bundles")
+        assert found.found == f"{'2 kernels' if ok else '1 kernel'} for {', '.join(archs)} in {path}"
+        assert ok or "--arch sm90a" in found.advice
+    assert not diagnosis.ok
+    monkeypatch.undo()
+    monkeypatch.setenv("FAGEN_BUNDLES", str(tmp_path / "none"))
+    assert finding(diagnose(), "bundles").status == "problem"
 
 
 def test_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
