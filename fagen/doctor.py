@@ -228,7 +228,8 @@ def _bundles(arch: Arch | None) -> list[Finding]:
         return []
     served = sorted({entry.arch for each in found for entry in each.entries})
     count = sum(len(each.entries) for each in found)
-    what = f"{count} kernel{'' if count == 1 else 's'} for {', '.join(served)} in {', '.join(str(each.path) for each in found)}"
+    kernels = f"{count} kernel{'' if count == 1 else 's'}"
+    what = f"{kernels} for {', '.join(served)} in {', '.join(str(each.path) for each in found)}"
     if arch is not None and arch.name not in served:
         return [
             Finding(name, "problem", what, f"none is for this card: make one with `fagen bundle --arch {arch.name}`")
