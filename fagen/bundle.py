@@ -3,14 +3,14 @@
 A bundle is a zip file of
 
     fagen-bundle.json                       format, fagen's version, and of each kernel: slug, spec, architecture,
-                                            digest, entry, compiler, flags, seconds, resources, and size and sha256 of
-                                            its two files
+                                            digest, entry, compiler, flags, resources, and size and sha256 of its two
+                                            files
     <slug>-<first 12 of the digest>/kernel.cu
     <slug>-<first 12 of the digest>/kernel.cubin | kernel.ptx
 
 Nothing is ever unpacked: a kernel's bytes go from the file, once they match their checksum, to the driver. The names of
 the members follow from the manifest, so none can lead elsewhere. Only cubins and PTX are taken, which no CPU executes.
-The same kernels give the same file, byte for byte.
+The same kernels give the same file, byte for byte, whoever built them and when.
 
 `load` looks in the files that FAGEN_BUNDLES names, and in `kernels.zip` of each package that an entry point of the
 group `fagen.bundles` names; no such package is imported. A kernel serves where it was made of the very source that this
@@ -82,7 +82,6 @@ class Entry(_Strict):
     entry: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     compiler: str
     flags: tuple[str, ...]
-    seconds: float
     resources: dict[str, int] | None
     source: Member
     binary: Member
@@ -227,7 +226,6 @@ def _part(artifact: Artifact) -> _Part:
         entry=artifact.entry,
         compiler=artifact.compiler,
         flags=artifact.flags,
-        seconds=float(artifact.seconds),
         resources=None if artifact.resources is None else asdict(artifact.resources),
         source=Member.model_validate(source),
         binary=Member.model_validate(binary),
@@ -385,7 +383,7 @@ def _artifact(bundle: Bundle, entry: Entry) -> BundledArtifact:
         target="cuda",
         compiler=entry.compiler,
         flags=entry.flags,
-        seconds=entry.seconds,
+        seconds=0.0,
         source=directory / entry.source.name,
         binary=directory / entry.binary.name,
         resources=resources,

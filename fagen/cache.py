@@ -107,7 +107,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class BundledArtifact(Artifact):
-    """A kernel of a bundle, in memory. Its paths are what they would be if the bundle were a folder."""
+    """A kernel of a bundle, in memory. Its paths are what they would be if the bundle were a folder; `seconds` is 0."""
 
     fields: tuple[tuple[str, Any], ...] = ()
     image: bytes = b""

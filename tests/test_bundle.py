@@ -233,8 +233,13 @@ def test_the_same_variant_of_another_source_is_called_so(bare: Path, monkeypatch
 # What is written
 
 
-def test_the_same_kernels_give_the_same_bytes(made: Path, tmp_path: Path) -> None:
+def test_the_same_kernels_give_the_same_bytes(
+    made: Path, nvcc: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever and whenever they were built."""
+    monkeypatch.setenv("FAGEN_CACHE_DIR", str(tmp_path / "elsewhere"))
     artifacts = build.build(kernels("ab"))
+    assert nvcc.compiled == 4
     bundle.write(tmp_path / "again.zip", [*reversed(artifacts), *artifacts])
     assert (tmp_path / "again.zip").read_bytes() == made.read_bytes()
     names = {f"{artifact.directory.name}/{name}" for artifact in artifacts for name in ("kernel.cu", "kernel.cubin")}
