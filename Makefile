@@ -2,17 +2,19 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
+ROUNDS ?= 500
 BIN := .venv/bin
 READY := .venv/.ready
 CPP := templates/ptx/*.cuh templates/emulate/*.hpp tests/emulator/*.cu
 DEMO := --head-dim 128 --softcap --no-dropout
 
-.PHONY: help env demo test lint format hooks bench-compile wheel clean
+.PHONY: help env demo test soak lint format hooks bench-compile wheel clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo           build one kernel, run it (on the GPU, else emulated) and compare it with float64"
 	@echo "make test           run all tests; PYTEST_ARGS='-k render' for some"
+	@echo "make soak           build while things go wrong, and count what must not happen; ROUNDS=500"
 	@echo "make lint           ruff, mypy, clang-format"
 	@echo "make format         let ruff and clang-format rewrite what they would"
 	@echo "make hooks          run make lint before every commit"
@@ -34,6 +36,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m tests.soak --rounds $(ROUNDS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

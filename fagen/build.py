@@ -18,8 +18,8 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,9 +37,12 @@ _BYTES_A_JOB = 300 * 2**20
 _EMULATED_ENTRY = "fagen_emulate_launch"
 _STOP_SECONDS = 10.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE_SAID = re.compile("No space left on device|Disk quota exceeded")
+_LITTLE_SPACE = 2**20  # less than that free, and a compiler that fails without a word had no room for it
+_TRIES = 3  # of a build whose cache is removed meanwhile
 
 # ELF64, as in elf.h
-_SHT_SYMTAB, _SHT_DYNSYM = 2, 11
+_SHT_SYMTAB, _SHT_NOBITS, _SHT_DYNSYM = 2, 8, 11
 _MACH_O = b"\xcf\xfa\xed\xfe"
 
 
@@ -108,25 +111,42 @@ def build(
             raise
 
     missing: list[Request] = []
-    for request in {request.digest: request for request in asked}.values():
-        artifact = None if force else request.find()
-        if artifact is None:
-            missing.append(request)
-        else:
-            finish(artifact)
+    with _errors_of_the_cache(errors_of_caller):
+        for request in {request.digest: request for request in asked}.values():
+            artifact = None if force else request.find()
+            if artifact is None:
+                missing.append(request)
+            else:
+                finish(artifact)
     if missing:
         for arch in dict.fromkeys(request.kernel.arch for request in missing):
             compiler.check(arch)
         limit = job_limit(jobs)
-        try:
-            _build_missing(missing, limit, finish, force)
-        except OSError as error:
-            if error in errors_of_caller:
-                raise
-            if error.errno not in _NO_SPACE:
-                raise CacheError(f"{error.filename or cache.cache_dir()}: {error.strerror}") from error
-            raise _no_space() from error
+        for tries_left in reversed(range(_TRIES)):
+            with _errors_of_the_cache(errors_of_caller):
+                try:
+                    _build_missing([one for one in missing if one.digest not in done], limit, finish, force)
+                    break
+                except FileNotFoundError as error:  # somebody removes the cache: it is made anew
+                    if tries_left == 0 or error in errors_of_caller:
+                        raise
     return [done[request.digest] for request in asked]
+
+
+@contextmanager
+def _errors_of_the_cache(but: Sequence[OSError]) -> Iterator[None]:
+    """Makes errors of the file system CacheErrors that say what to do, `but` for those."""
+    try:
+        yield
+    except OSError as error:
+        if error in but:
+            raise
+        if error.errno in _NO_SPACE:
+            raise _no_space() from error
+        raise CacheError(
+            f"{error.filename or cache.cache_dir()}: {error.strerror}: no kernel can be kept there. "
+            "Set FAGEN_CACHE_DIR to a directory of your own"
+        ) from error
 
 
 def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> list[Artifact]:
@@ -168,7 +188,8 @@ def _find(kernel: KernelPlan, compiler: toolchain.Compiler | None, emulate: bool
     else:
         request = request_of(kernel, compiler, emulate)
         source = request.source
-        artifact = request.find(warn=not env.jit())  # else `build` warns
+        with _errors_of_the_cache([]):
+            artifact = request.find(warn=not env.jit())  # else `build` warns
     if artifact is None and not emulate:
         from fagen import bundle  # 20 ms, which a warm look-up need not pay
 
@@ -338,6 +359,7 @@ def _ninja(todo: Sequence[Request], scratch: Path, jobs: int) -> _Outcomes:
             start_new_session=True,  # Ctrl-C comes to this process alone, which stops ninja in order
         )
     except OSError as error:
+        _check_there(scratch)
         raise ToolchainError(f"{command[0]} does not start: {error.strerror}") from error
     assert process.stdout is not None
     said: list[str] = []
@@ -359,7 +381,8 @@ def _outcome(folder: Path, index: int, said: str = "") -> tuple[int, str, float 
     text = log.read_text(errors="replace") if log.exists() else ""
     finished = folder / "finished"
     if not finished.exists():
-        if "No space left on device" in text + said:
+        _check_there(folder)
+        if _NO_SPACE_SAID.search(text + said) or (not text.strip() and _free_space(folder) < _LITTLE_SPACE):
             raise _no_space()
         return index, text or said, None
     seconds = finished.stat().st_mtime - (folder / "started").stat().st_mtime
@@ -449,6 +472,7 @@ def _write_log(folder: Path, request: Request, log: str) -> None:
 
 def _problem(path: Path, request: Request) -> str | None:
     """Why the compiler's output is not the kernel; None where it is."""
+    _check_there(path.parent)
     if not path.is_file() or path.stat().st_size == 0:
         return f"the compiler reported success and wrote no {path.name}"
     data = path.read_bytes()
@@ -468,11 +492,21 @@ def _problem(path: Path, request: Request) -> str | None:
 
 
 def _elf_symbols(data: bytes, table: int) -> set[str]:
-    """Names of the defined symbols in the section of type `table` of a little-endian ELF64 file."""
-    (offset,) = struct.unpack_from("<Q", data, 0x28)
-    size, count = struct.unpack_from("<HH", data, 0x3A)
+    """Names of the defined symbols in the section of type `table` of a little-endian ELF64 file.
+
+    Raises ValueError, IndexError or struct.error where a part of the file is missing.
+    """
+    segments, offset = struct.unpack_from("<QQ", data, 0x20)
+    segment_size, segment_count, size, count = struct.unpack_from("<HHHH", data, 0x36)
     # name, type, flags, address, offset, size, link, info, alignment, size of an entry
     sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + index * size) for index in range(count)]
+    ends = [section[4] + section[5] for section in sections if section[1] != _SHT_NOBITS]
+    for index in range(segment_count):
+        # type, flags, offset, virtual address, physical address, size in the file
+        segment = struct.unpack_from("<IIQQQQ", data, segments + index * segment_size)
+        ends.append(segment[2] + segment[5])
+    if max(ends, default=0) > len(data):
+        raise ValueError(f"{max(ends)} bytes are announced, {len(data)} are there")
     names: set[str] = set()
     for section in sections:
         if section[1] != table:
@@ -503,6 +537,18 @@ def _available_memory() -> int | None:
             reclaimable = re.search(rf"^{cached} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
             bounds.append(max(0, free + (int(reclaimable[1]) if reclaimable else 0)))
     return min(bounds) if bounds else None
+
+
+def _check_there(folder: Path) -> None:
+    """Raises FileNotFoundError where somebody has removed the folder of a build, before a compiler is blamed for it."""
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "removed while a kernel is built", str(folder))
+
+
+def _free_space(folder: Path) -> int:
+    """Bytes that this user can still write there."""
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def _no_space() -> CacheError:

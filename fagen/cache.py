@@ -433,7 +433,7 @@ def clean(accept: Callable[[Entry], bool] | None = None) -> tuple[int, int]:
     doomed = [entry.directory for entry in entries() if accept is None or accept(entry)]
     for root in _all_dirs():
         here = [path for path in doomed if path.parent in (root, root / _FAILED)]
-        if not here and not (root / _STAGING).is_dir():
+        if not here and not os.path.isdir(root / _STAGING):  # False where this user may not look
             continue
         if not os.access(root, os.W_OK):
             raise CacheError(f"{root} is not writable: its kernels stay")
@@ -476,7 +476,7 @@ def _doubt(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"{path}: {error.strerror}: set FAGEN_CACHE_DIR to a directory of your own"
     me = os.geteuid()
     if state.st_uid not in (me, 0):
         return (

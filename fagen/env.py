@@ -69,7 +69,7 @@ def cache_dir() -> Path | None:
         path = Path(value).expanduser()
     except RuntimeError as error:
         raise SpecError(f"FAGEN_CACHE_DIR={value!r}: {error}") from error
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):  # which are False where this user may not look
         raise SpecError(f"FAGEN_CACHE_DIR={value!r} is not a directory")
     return Path(os.path.abspath(path))
 

@@ -57,6 +57,16 @@ def load(spec: AttentionSpec, arch: Arch, device: int | None) -> dict[str, Kerne
     if plans[0].family != arch.family:
         log.debug("%s: the %s family has no such kernel, that of %s runs", spec.slug, arch.family, plans[0].family)
     artifacts = find_or_build(plans, emulate=device is None)
+    try:
+        return _loaded(plans, artifacts, device)
+    except (FileNotFoundError, LaunchError):
+        if all(isinstance(artifact, BundledArtifact) or artifact.binary.exists() for artifact in artifacts):
+            raise
+        # Another process has cleaned the cache in the meantime.
+        return _loaded(plans, find_or_build(plans, emulate=device is None), device)
+
+
+def _loaded(plans: Sequence[KernelPlan], artifacts: Sequence[Artifact], device: int | None) -> dict[str, Kernel]:
     return {one.kind: Kernel(one, artifact, device) for one, artifact in zip(plans, artifacts, strict=True)}
 
 

@@ -1,8 +1,9 @@
 """Stand-ins for the tests of the build: kernels without a template, and compilers that are small shell scripts.
 
 A stub compiler answers what the build asks of one, notes each compilation in a file, and writes a minimal ELF file with
-the symbol that is expected. What it does with a source depends on words in it: `BROKEN` fails, `SLOW` never ends,
-`EMPTY` writes nothing, `ALIEN` writes text, `NAMELESS` lacks the symbol.
+the symbol that is expected, and then the source, so that each kernel has a binary of its own. What it does with a
+source depends on words in it: `BROKEN` fails, `SLOW` never ends, `PAUSE` takes a little longer, `EMPTY` writes nothing,
+`ALIEN` writes text, `NAMELESS` lacks the symbol.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ while [ $# -gt 1 ]; do
     if [ "$1" = -o ]; then out=$2; fi
     shift
 done
-echo compiled >> {count}
-word=$(grep -a -o -w -E 'BROKEN|SLOW|EMPTY|ALIEN|NAMELESS' "$1" | head -n 1)
+echo compiled "$(head -n 1 "$1")" >> {count}
+word=$(grep -a -o -w -E 'BROKEN|SLOW|PAUSE|EMPTY|ALIEN|NAMELESS' "$1" | head -n 1)
 case "$word" in
 BROKEN) echo "$1(3): error: expected a ;" >&2; exit 2 ;;
 SLOW) echo $$ > {pid}; sleep 60 ;;
+PAUSE) sleep 0.05 ;;
 EMPTY) : > "$out"; exit 0 ;;
 ALIEN) echo text > "$out"; exit 0 ;;
 NAMELESS) cp {nameless} "$out"; exit 0 ;;
 esac
 cat {log}
-cp {binary} "$out"
+cat {binary} "$1" > "$out"
 """
 
 
@@ -151,10 +153,20 @@ class Stub:
         )
         path.chmod(0o755)
 
+    def binary_of(self, source: str) -> bytes:
+        """What it compiles `source` to."""
+        return self.path.with_name(f"{self.path.name}.binary").read_bytes() + source.encode()
+
+    @property
+    def compilations(self) -> list[str]:
+        """The first line of each file that it has been asked to compile, in order."""
+        lines = self.count_file.read_text().splitlines() if self.count_file.exists() else []
+        return [line.removeprefix("compiled ") for line in lines]
+
     @property
     def compiled(self) -> int:
         """How many files it has been asked to compile."""
-        return len(self.count_file.read_text().splitlines()) if self.count_file.exists() else 0
+        return len(self.compilations)
 
 
 def script(body: str) -> list[str]:
