@@ -112,10 +112,11 @@ def _forward_fields(packed: bool) -> tuple[Field, ...]:
 _TILES_TAKEN = Field(
     "tiles_taken", "u32*", "one number, 0 before and after: tiles that blocks have taken behind their first"
 )
+_HEADS_A_GROUP = Field("heads_a_group", "int", "query heads whose tiles lie side by side, few for the sake of L2")
 _SEQUENCES = Field("batch", "int", "sequences")
 
 
-def _hopper_forward_fields(packed: bool, counts_tiles: bool) -> tuple[Field, ...]:
+def _hopper_forward_fields(packed: bool, counts_tiles: bool, in_groups: bool) -> tuple[Field, ...]:
     q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
     return (
         Field("q_map", "const TensorMap", f"{q}D)"),
@@ -126,7 +127,7 @@ def _hopper_forward_fields(packed: bool, counts_tiles: bool) -> tuple[Field, ...
         *_sizes(packed, "heads_q"),
         *((*_PACKED_FIELDS, _TOTAL_Q, _SEQUENCES) if packed else (Field("tiles", "int", "of all heads"),)),
         *((_TILES_TAKEN,) if counts_tiles else ()),
-        Field("heads_a_group", "int", "query heads whose tiles lie side by side, few for the sake of L2"),
+        *((_HEADS_A_GROUP,) if in_groups else ()),
     )
 
 
@@ -300,7 +301,7 @@ class KernelPlan:
     @property
     def overlaps(self) -> bool:
         """Whether the kernel may start before the one before it in its stream has ended: it waits for that itself."""
-        return self.kind == "combine" and self.arch.capability >= (9, 0)
+        return self.spec.split_kv and self.arch.capability >= (9, 0)
 
     @property
     def threads(self) -> int:
@@ -353,8 +354,11 @@ class KernelPlan:
         else:
             if self.spec.paged:
                 fields += _PAGE_FIELDS
-            dense = _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed)
-            fields += _hopper_forward_fields(packed, self.counts_tiles) if isinstance(self.tile, HopperTile) else dense
+            if isinstance(self.tile, HopperTile):
+                in_groups = self.spec.causal or self.spec.window
+                fields += _hopper_forward_fields(packed, self.counts_tiles, in_groups)
+            else:
+                fields += _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed)
             if self.spec.backward:
                 fields += _stats_fields(packed, constant=False)
         if not (mods and mods[0].absorbs_scale):

@@ -227,8 +227,9 @@ class Call:
             self._counts_tiles = True
             outputs.append("tiles_taken")
         blocks = min(tiles, multiprocessors(q.device))
-        group = self._heads_a_group(tile, q.shape[-1] + v.shape[-1], blocks)
-        fields = self._fields | {"tiles": tiles, "heads_a_group": group, "batch": sizes.batch}
+        fields = self._fields | {"tiles": tiles, "batch": sizes.batch}
+        if self._bounded:
+            fields["heads_a_group"] = self._heads_a_group(tile, q.shape[-1] + v.shape[-1], blocks)
         return Launch(kernel, blocks, fields, (*maps, *outputs, *self._extra_names), maps)
 
     def _split_launches(self, kernels: Mapping[str, Kernel], dim_v: int) -> tuple[Launch, Launch | None]:
@@ -242,7 +243,8 @@ class Call:
         tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
         parts = self.values.num_splits
         if parts is None:
-            at_once = multiprocessors(self.device) * tile.blocks_per_sm
+            # A block for few rows is as much as a multiprocessor's share of the memory can feed; more parts are slower.
+            at_once = multiprocessors(self.device) * (1 if tile.along_keys else tile.blocks_per_sm)
             parts = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
         rows = sizes.batch * sizes.heads_q * sizes.seqlen_q
         fields = self._fields | {"splits": parts, "rows": rows}
@@ -258,8 +260,6 @@ class Call:
         """How many query heads' tiles lie side by side; `columns`: of keys and values together."""
         sizes = self._sizes
         m_tiles = -(-sizes.seqlen_q // tile.tile_m)
-        if not self._bounded:
-            return 1  # all tiles are equally long, and those of one head lie side by side
         end = (torch.arange(m_tiles, 0, -1) * tile.tile_m).clamp(max=sizes.seqlen_q) + (sizes.seqlen_k - sizes.seqlen_q)
         begin = torch.zeros_like(end)
         if "window_left" in self._fields:

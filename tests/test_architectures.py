@@ -58,3 +58,25 @@ def test_ptx_is_compiled_by_the_driver() -> None:
     q, k, v = (torch.randn(1, 100, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     expected, _ = reference.attention(q, k, v, causal=True)
     assert compare_o(attention(q, k, v), expected, OUTPUT_BUDGET["bf16"]).passed
+
+
+HOPPER_SPECS = [
+    AttentionSpec(head_dim=head_dim, **features)
+    for head_dim in (64, 128, 256)
+    for features in (
+        {"causal": True, "softcap": True},
+        {"causal": True, "window": True, "softcap": True, "backward": True},
+        {"causal": True, "alibi": True, "dropout": True, "varlen": True, "backward": True},
+        {"window": True, "varlen": True},
+    )
+    if head_dim != 64 or "varlen" not in features or "backward" in features  # 8 bytes of a third consumer's producer
+]
+
+
+def test_hopper_forwards_keep_all_in_registers() -> None:
+    """No spill and no local memory, and products overlap: what ptxas reports."""
+    kernels = [plan(spec, resolve("sm90a"))[0] for spec in HOPPER_SPECS]
+    for kernel, artifact in zip(kernels, build(kernels), strict=True):
+        assert artifact.resources is not None and kernel.family == "sm90"
+        assert (artifact.resources.stack, artifact.resources.spill_stores) == (0, 0), kernel.slug
+        assert "serialized" not in artifact.log, kernel.slug

@@ -128,23 +128,17 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
 def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile for few query rows, which is to read keys and values as fast as memory gives them.
 
-    One block a multiprocessor, each of its warps with 16 keys of a step, and as many stages as shared memory holds, for
-    what counts is bytes under way. Ratios are of the time of PyTorch's cuDNN backend on one H200, d128, 32 heads over
-    8: one sequence of 131072 keys, and 128 of 4096. 8 warps, 3 stages: 1.05, 1.02, in pages 1.03, 1.01; 4 warps of 32
-    keys, 3 stages: 1.04, 1.02, in pages 1.04, 0.97; 4 warps and two blocks: 1.04, 1.04, in pages 1.02, 1.03, but 0.95
-    with one sequence of 16384 keys in pages, where the others have 1.02.
+    What counts is bytes under way, but not too many: 64 KiB a block, docs/decode.md has what others gave. Ratios are of
+    the time of PyTorch's cuDNN backend on one H200, d128, 32 heads over 8, one sequence of 16384 and one of 131072
+    keys, 16 of 16384, 128 of 4096: 1.08, 1.01, 1.005, 1.01 with 3 stages of 64 keys; with 2 stages 0.96, 0.85, 0.82,
+    1.02; with 8 warps and 3 stages of 128 keys 1.10, 1.03, 0.99, 1.00.
     """
-    for warps, least in ((8, 3), (4, 3), (4, 2), (2, 2)):
-
-        def tile(stages: int, warps: int = warps) -> TileConfig:
-            return TileConfig(
-                16, 16 * warps, warps=warps, stages=stages, blocks_per_sm=1, q_in_registers=True, along_keys=True
-            )
-
-        fitting = [n for n in range(least, _MOST_STAGES + 1) if smem_bytes(spec, tile(n)) <= arch.smem_limit]
-        if fitting:
-            return tile(fitting[-1])
+    columns = padded(spec.head_dim) + padded(spec.dim_v)
+    tile_n = max(64, min(256, 32 * KIB // (columns * ELEMENT_BYTES) // 64 * 64))
+    for keys, warps, stages, blocks in ((tile_n, 4, 3, 2), (tile_n, 4, 3, 1), (tile_n, 4, 2, 1), (32, 2, 2, 1)):
+        tile = TileConfig(
+            16, keys, warps=warps, stages=stages, blocks_per_sm=blocks, q_in_registers=True, along_keys=True
+        )
+        if blocks * (smem_bytes(spec, tile) + KIB) <= arch.smem_limit + KIB:
+            return tile
     raise AssertionError(f"no decode tile for {spec.slug} on {arch.name}")
-
-
-_MOST_STAGES = 6

@@ -73,6 +73,8 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     Figures are TFLOP/s on one H200, bf16, 16384 keys unless another number is given; docs/hopper-forward.md has all.
     """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
+    # Of the producer beside two consumers: finding sequences takes more than 24, which the consumers can spare.
+    two = 40 if spec.varlen else 24
     if widest <= 64:
         # d64 full: 589, causal 480; 96 keys 555 and 457, 80 keys 518 and 467. 128 x 128 445 and 413, in its run 617 and
         # 532.
@@ -80,8 +82,12 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
         # consumers. Neither may change the keys a step: with a probability of 0, dropout gives the bits of the kernel
         # without it.
         tile_m = 128 if spec.backward or spec.dropout else 192
-        return HopperTile(tile_m=tile_m, tile_n=112, stages=2, q_in_registers=not spec.dropout)
+        producer = 32 if tile_m == 192 else two
+        return HopperTile(tile_m, tile_n=112, stages=2, q_in_registers=not spec.dropout, producer_registers=producer)
     if widest <= 128:
         # d128 full: 689, 1k 598, causal 1k 372. 144 keys 711, 538 and 324; 112 keys 661, 536 and 339.
-        return HopperTile(tile_m=128, tile_n=128, stages=2, q_in_registers=not spec.dropout)
-    return HopperTile(tile_m=128, tile_n=96 if widest <= 192 else 80, stages=2, q_in_registers=False)
+        # All of these together would spill 8 bytes with Q in registers.
+        crowded = spec.dropout or (spec.window and spec.mods and spec.backward)
+        return HopperTile(128, tile_n=128, stages=2, q_in_registers=not crowded, producer_registers=two)
+    tile_n = 96 if widest <= 192 else 80
+    return HopperTile(128, tile_n=tile_n, stages=2, q_in_registers=False, producer_registers=two)

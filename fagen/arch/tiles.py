@@ -33,18 +33,22 @@ class TileConfig:
         return f"{self.tile_m} query rows x {self.tile_n} keys, {warps}, {stages}"
 
 
+_REGISTERS = 65536  # of a multiprocessor, which is one block's
+
+
 @dataclass(frozen=True)
 class HopperTile:
     """How one block of the Hopper forward works: warpgroups of 64 query rows, and one that feeds the copy engine.
 
     tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. q_in_registers: Q is
-    read from shared memory once.
+    read from shared memory once. producer_registers: of each of its threads, which leaves more to the consumers.
     """
 
     tile_m: int
     tile_n: int
     stages: int
     q_in_registers: bool
+    producer_registers: int
 
     @property
     def consumers(self) -> int:
@@ -56,13 +60,10 @@ class HopperTile:
         return 4 * (self.consumers + 1)
 
     @property
-    def producer_registers(self) -> int:
-        """Registers a thread of the producer: what it gives up goes to the consumers."""
-        return 24 if self.consumers < 3 else 32
-
-    @property
     def consumer_registers(self) -> int:
-        return 240 if self.consumers < 3 else 160
+        """Registers a thread of a consumer: what the producer gives up of an equal share, in steps of 8."""
+        share = _REGISTERS // (128 * (self.consumers + 1)) // 8 * 8
+        return (share * (self.consumers + 1) - self.producer_registers) // self.consumers
 
     def __str__(self) -> str:
         return (

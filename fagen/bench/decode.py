@@ -286,12 +286,13 @@ def _in_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _copy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    """A copy of as many bytes as k and v have."""
+    """Reads and writes as many bytes as k and v have. By a kernel: in a graph, a copy of more than 512 MB runs at two
+    thirds of that speed."""
     import torch
 
     source = torch.cat([k.flatten(), v.flatten()])
     destination = torch.empty_like(source)
-    return lambda: destination.copy_(source)
+    return lambda: torch.mul(source, 1, out=destination)
 
 
 def _captured(calls: Sequence[Call], count: int) -> Callable[[], Any]:

@@ -46,8 +46,7 @@ static TensorCopy decode_copy(Fiber& self, const TensorMap& map, u32 rank, const
     copy.address = words[1];
     copy.element_bytes = words[13] >> 8 & 0xff;
     const u32 swizzle = words[13] & 0xff, map_rank = words[13] >> 16 & 0xff;
-    if (map_rank != rank)
-        fault(self, line, "%s_%ud: the tensor map is one of %u dimensions.", name, rank, map_rank);
+    if (map_rank != rank) fault(self, line, "%s_%ud: the tensor map is one of %u dimensions.", name, rank, map_rank);
     copy.strides[0] = copy.element_bytes;
     bool valid = swizzle <= 3 && copy.element_bytes && 16 % copy.element_bytes == 0 && copy.address % 16 == 0;
     copy.rows = 1;

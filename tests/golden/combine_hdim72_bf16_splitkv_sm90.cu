@@ -193,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fagen_combine(const __grid
     const u32 sums = smem + WARPS * WARP_BYTES;
 
     grid_wait_for_previous();
+    grid_allow_next();
     float largest = NEG_INF;
     for (int split = lane; split < params.splits; split += 32)
         largest = fmaxf(largest, ld_global_f32(lse + static_cast<i64>(split) * params.rows));

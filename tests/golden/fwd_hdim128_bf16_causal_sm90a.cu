@@ -454,12 +454,11 @@ __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(FULL_WARP, x,
 
 // One tile of the problem, and the keys that some query of it sees: [key_begin, key_end), in `steps` steps.
 struct Work {
-    int head, batch, m0;
+    int head, kv_head, batch, m0;
     int key_begin, key_end, steps;
 };
 
-// Tile number `index` of all, or false past the last. Heads lie in groups, whose K and V stay in L2 where they fit. Within
-// one the tile is the slowest index, and the longest tiles come first.
+// Tile number `index` of all, or false past the last. Heads lie in groups, whose K and V stay in L2 where they fit; within one the longest tiles come first.
 __device__ __forceinline__ bool find_work(Work& work, const Params& params, int index) {
     if (index >= params.tiles) return false;
     const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
@@ -468,9 +467,10 @@ __device__ __forceinline__ bool find_work(Work& work, const Params& params, int 
     const int heads = min(params.heads_a_group, params.tiles / m_tiles - first_head);
     const int rest = index - first_head * m_tiles;
     const int batch_head = first_head + rest % heads;
+    work.m0 = (m_tiles - 1 - rest / heads) * TILE_M;
     work.head = batch_head % params.heads_q;
     work.batch = batch_head / params.heads_q;
-    work.m0 = (m_tiles - 1 - rest / heads) * TILE_M;
+    work.kv_head = work.head / params.group_size;
     work.key_end = min(seqlen_k, work.m0 + TILE_M + seqlen_k - seqlen_q);
     work.key_begin = 0;
     if (work.key_end <= work.key_begin) {  // sees nothing: one step of rows past the last, which the copy engine zeros
@@ -487,6 +487,7 @@ __device__ __forceinline__ void tell(u32 work_smem, const Work& work, bool more)
                           static_cast<u32>(more ? work.steps : 0), static_cast<u32>(work.head)};
     st_shared_b128(work_smem, words);
     st_shared_b32(work_smem + 16, work.batch);
+    st_shared_b32(work_smem + 20, work.kv_head);
 }
 
 __device__ __forceinline__ void hear(Work& work, u32 work_smem) {
@@ -494,6 +495,7 @@ __device__ __forceinline__ void hear(Work& work, u32 work_smem) {
     ld_shared_b128(words, work_smem);
     work.m0 = words[0], work.key_begin = words[1], work.steps = words[2], work.head = words[3];
     work.batch = ld_shared_b32(work_smem + 16);
+    work.kv_head = ld_shared_b32(work_smem + 20);
 }
 
 // The same for all lanes of a warp. Its first lane hears, which is the one that says later that the warp has.
@@ -530,60 +532,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
     }
     __syncthreads();
 
-    // What the producer's threads do.
+    // What the producer's threads do. There are two, so that neither K nor V waits for room for the other; a third, which
+    // would wait for most of a tile, costs 3% (docs/hopper-forward.md).
     auto load_queries_and_keys = [&] {
         u32 Q_count = 0, K_count = 0;  // tiles loaded so far
         Work work;
-        int index = blockIdx.x;
-        u32 taken = ~0u;  // of the tiles behind the first of each block, before this one
-        for (;;) {
+        for (int index = blockIdx.x;; ++Q_count) {
             const bool more = find_work(work, params, index);
-            if (more) {
-                taken = atom_global_add_u32(params.tiles_taken, 1);  // asked for long before it is needed
-            } else if (taken + 1 == static_cast<u32>(params.tiles)) {
+            if (!more && index + 1 == static_cast<int>(gridDim.x) + params.tiles)
                 st_global_b32(params.tiles_taken, 0);  // nobody will ask again: for the next launch
-            }
-            index = gridDim.x + taken;
-            mbarrier_wait(Q_empty, Q_count++ % 2 ^ 1);
+            mbarrier_wait(Q_empty, Q_count % 2 ^ 1);
             tell(work_smem, work, more);
             if (!more) return mbarrier_arrive(Q_full);
             mbarrier_arrive_expect_tx(Q_full, Q_BYTES);
             load_tile<TILE_M, HEAD_DIM>(Q_smem, params.q_map, work.m0, work.head, work.batch, Q_full);
-            const int kv_head = work.head / params.group_size;
+            index = gridDim.x + atom_global_add_u32(params.tiles_taken, 1);  // asked for long before it is needed
+            hear(work, work_smem);  // what follows needs not be kept in registers, of which there are few
 #pragma unroll 1
             for (int step = work.steps - 1; step >= 0; --step, ++K_count) {
-                const u32 stage = K_count % STAGES, full = K_full + 8 * stage;
+                const u32 stage = K_count % STAGES;
                 mbarrier_wait(K_empty + 8 * stage, K_count / STAGES % 2 ^ 1);
-                mbarrier_arrive_expect_tx(full, K_BYTES);
-                load_tile<TILE_N, HEAD_DIM>(K_smem + stage * K_BYTES, params.k_map, work.key_begin + step * TILE_N,
-                                            kv_head, work.batch, full);
-            }
+                mbarrier_arrive_expect_tx(K_full + 8 * stage, K_BYTES);
+                load_tile<TILE_N, HEAD_DIM>(K_smem + stage * K_BYTES, params.k_map,
+                                             work.key_begin + step * TILE_N, work.kv_head, work.batch, K_full + 8 * stage);
+}
         }
     };
     auto load_values = [&] {
         u32 V_count = 0;
         Work work;
-        for (u32 count = 0;; ++count) {
-            mbarrier_wait(Q_full, count % 2);
+        for (u32 Q_count = 0;; ++Q_count) {
+            mbarrier_wait(Q_full, Q_count % 2);
             hear(work, work_smem);
             if (work.steps == 0) return;
-            const int kv_head = work.head / params.group_size;
 #pragma unroll 1
             for (int step = work.steps - 1; step >= 0; --step, ++V_count) {
-                const u32 stage = V_count % STAGES, full = V_full + 8 * stage;
+                const u32 stage = V_count % STAGES;
                 mbarrier_wait(V_empty + 8 * stage, V_count / STAGES % 2 ^ 1);
-                mbarrier_arrive_expect_tx(full, V_BYTES);
-                load_tile<TILE_N, HEAD_DIM_V>(V_smem + stage * V_BYTES, params.v_map, work.key_begin + step * TILE_N,
-                                              kv_head, work.batch, full);
+                mbarrier_arrive_expect_tx(V_full + 8 * stage, V_BYTES);
+                load_tile<TILE_N, HEAD_DIM_V>(V_smem + stage * V_BYTES, params.v_map,
+                                             work.key_begin + step * TILE_N, work.kv_head, work.batch, V_full + 8 * stage);
                 if (step == work.steps - 1) mbarrier_arrive(Q_empty);  // what it has heard has arrived, for it is in use
-            }
+}
         }
     };
 
     const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;  // -1: the producer
     if (warpgroup < 0) {
         setmaxnreg_dec<24>();
-        // Two threads, so that neither K nor V waits for room for the other.
         if (threadIdx.x == 0) load_queries_and_keys();
         if (threadIdx.x == 32) load_values();
         return;

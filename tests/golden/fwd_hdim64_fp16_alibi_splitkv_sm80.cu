@@ -343,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // Blocks are linear over (batch, head, query tile), the tile fastest so that neighbours share K and V in L2.
     const int pack = params.group_size;  // query heads of a tile
     const int seqlen_q = params.seqlen_q * pack;  // rows of all of them
+    grid_wait_for_previous();
     const int split = blockIdx.x % params.splits;  // which part of the keys
     const int block = blockIdx.x / params.splits;
     const int m_tiles = (seqlen_q + TILE_M - 1) / TILE_M;
@@ -578,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 
     // >>> common/partial.cuh.j2
-    grid_allow_next();  // combine, which waits for all of this but need not be launched then
+    grid_allow_next();  // which waits for all of this but need not be launched then
     const i64 lse_row0 = static_cast<i64>(split) * params.rows + (batch * params.heads_q + head) * params.seqlen_q;
 #pragma unroll
     for (int m = 0; m < M_FRAGS; ++m) {
