@@ -173,7 +173,7 @@ def killed_at_a_line(round_: Round) -> None:
     lines = lines_of_a_build(round_)
     for _ in range(round_.chance.randint(1, 3)):
         wanted, line = round_.some(), round_.chance.randint(1, lines)
-        round_.start(wanted, prepare=lambda line=line: kill_at_line(line), force=round_.chance.random() < 0.2)
+        round_.start(wanted, prepare=lambda line=line: kill_at_line(line))
         _allow(round_, wanted)
     round_.crowd()
 
@@ -252,7 +252,7 @@ def vanishing(round_: Round) -> None:
 
 
 def cleaning(round_: Round) -> None:
-    """`fagen clean` at the same time, now and then killed; and builders with --force."""
+    """`fagen clean` at the same time, and builders with --force: some are killed."""
     round_.judged = False
     _fill(round_)
     lines = lines_of_a_build(round_)
@@ -266,6 +266,8 @@ def cleaning(round_: Round) -> None:
         round_.start([], prepare=clean)
     for _ in range(round_.chance.randint(1, 4)):
         round_.start(round_.some(), force=round_.chance.random() < 0.5)
+    line = round_.chance.randint(1, 2 * lines)
+    round_.start(round_.some(), prepare=lambda: kill_at_line(line), force=True)
 
 
 def skewed(round_: Round) -> None:
