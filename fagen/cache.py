@@ -273,8 +273,10 @@ def read(directory: Path, *, verify: bool = True) -> Artifact:
             raise CorruptArtifact(f"{MANIFEST} does not match its checksum")
         files: dict[str, dict[str, Any]] = manifest["files"]
         source, binary = manifest["source"], manifest["binary"]
-        if not {source, binary, "resources.json"} <= set(files) <= _ARTIFACT_FILES:
+        if not set(files) <= _ARTIFACT_FILES:
             raise CorruptArtifact(f"{MANIFEST} names files that are not an artifact's")
+        if not {source, binary, "resources.json"} <= set(files):
+            raise CorruptArtifact(f"{MANIFEST} lacks a file")
         for name, expected in files.items():
             _verify(directory / name, expected, verify)
         resources = json.loads((directory / "resources.json").read_bytes())
@@ -319,7 +321,10 @@ def publish(staged: Path, root: Path, name: str, *, replace: bool = False) -> Ar
     `replace` puts the new one in its place all the same.
     """
     final = root / name
-    mine = read(staged, verify=False)
+    try:
+        mine = read(staged, verify=False)
+    except CorruptArtifact as error:  # it was whole until somebody began to remove it
+        raise FileNotFoundError(errno.ENOENT, f"removed while it is published ({error})", str(staged)) from error
     published = dataclasses.replace(
         mine, directory=final, source=final / mine.source.name, binary=final / mine.binary.name
     )

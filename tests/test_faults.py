@@ -302,6 +302,28 @@ def test_a_working_directory_that_goes_before_ninja_starts(
         build.build(kernels("b"))
 
 
+@pytest.mark.parametrize("name", ["resources.json", "kernel.cubin", "artifact.json"])
+def test_files_that_go_before_the_rename(name: str, root: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a hand that removes the cache file by file: never is a part of an artifact published."""
+    publish = cache.publish
+    removed: list[Path] = []
+
+    def remove(staged: Path, *arguments: Any, **named: Any) -> cache.Artifact:
+        if not removed:
+            removed.append(staged)
+            (staged / name).unlink()
+            if name == "resources.json":  # before the manifest was written
+                fields = json.loads((staged / cache.MANIFEST).read_text())
+                (staged / cache.MANIFEST).unlink()
+                cache.seal(staged, {key: fields[key] for key in fields if key not in ("format", "files", "sha256")})
+        return publish(staged, *arguments, **named)
+
+    monkeypatch.setattr(cache, "publish", remove)
+    build.build(kernels("a"))
+    assert nvcc.compiled == 2
+    whole(root, nvcc, "a")
+
+
 def test_a_rename_lost_to_one_that_is_gone(root: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """B10: the place is taken, and free again when one looks: the rename is tried again."""
     rename = Path.rename
