@@ -209,7 +209,7 @@ def test_a_manifest_names_files_of_the_artifact_only(name: str, nvcc: Stub) -> N
         changed["files"] = content["files"] | {name: content["files"]["kernel.cubin"]}
         del changed["sha256"]
         manifest.write_text(json.dumps(changed | {"sha256": cache._manifest_checksum(changed)}))
-        with pytest.raises(cache.CorruptArtifact, match="not an artifact's|lacks a file"):
+        with pytest.raises(cache.CorruptArtifact, match=r"not an artifact's|lacks a file"):
             cache.read(artifact.directory)
 
 
