@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fagen import cache, env, toolchain
+from fagen import cache, env, launched, toolchain
 from fagen import render as renderer
 from fagen.cache import Artifact, Resources, Target
 from fagen.errors import BuildError, CacheError, ToolchainError
@@ -291,10 +291,16 @@ def _compile_all(
 ) -> list[BuildError]:
     """Compiles in a temporary directory and publishes each kernel as it is ready. Returns what failed."""
     failures: list[BuildError] = []
-    with cache.staging(root) as scratch:
+    through_launcher = _has_launcher(todo[0].compiler)
+    if through_launcher:
+        launched.sweep(root)
+    with cache.staging(root) as scratch, ExitStack() as links:
         for index, request in enumerate(todo):
             folder = scratch / str(index)
-            folder.mkdir(mode=0o755)
+            if through_launcher:
+                links.enter_context(launched.linked(root, request.name, folder))
+            else:
+                folder.mkdir(mode=0o755)
             (folder / request.source_file).write_text(request.source, encoding="utf-8")
         alone = todo[0].compiler if len(todo) == 1 else None
         if isinstance(alone, toolchain.NvrtcCompiler):
@@ -304,6 +310,7 @@ def _compile_all(
         with closing(outcomes):
             for index, log, seconds in outcomes:
                 request = todo[index]
+                launched.settle(scratch / str(index))
                 try:
                     if seconds is None:
                         raise BuildError(f"{request.kernel.slug} does not compile", command=request.command(), log=log)
@@ -313,6 +320,10 @@ def _compile_all(
                 else:
                     finish(artifact)
     return failures
+
+
+def _has_launcher(compiler: toolchain.Compiler) -> bool:
+    return isinstance(compiler, toolchain.NvccCompiler) and bool(compiler.launcher)
 
 
 # One outcome a kernel, as each ends: its index, its log, and the seconds it took, None where the compiler failed.
@@ -343,7 +354,7 @@ def _ninja(todo: Sequence[Request], scratch: Path, jobs: int) -> _Outcomes:
     environment = env.for_compilers() | {"NINJA_STATUS": ""}
     # nvcc breaks on a temporary directory with a space or `$` in its path; "." is the folder of the edge. A launcher's
     # server, which an edge may start, outlives that folder and needs a directory that stays.
-    if not (isinstance(todo[0].compiler, toolchain.NvccCompiler) and todo[0].compiler.launcher):
+    if not _has_launcher(todo[0].compiler):
         environment["TMPDIR"] = "."
     waiting = dict(enumerate(todo))
     try:

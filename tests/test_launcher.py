@@ -12,10 +12,11 @@ from fagen import build, cache, env, toolchain
 from fagen.arch import resolve
 from fagen.errors import BuildError, ToolchainError
 
-# Notes each call and where temporary files would go, and runs the command; what it compiled once, it copies.
+# Notes where each call runs and where temporary files would go, and runs it; what it compiled once, it copies.
 _LAUNCHER = """\
 #!/bin/sh
 echo "$TMPDIR" >> {folder}/calls
+/bin/pwd -P >> {folder}/places
 for word; do last=$word; done
 key=$(cksum < "$last" | tr ' ' -)
 while [ $# -gt 1 ] && [ "$1" = --quiet ]; do shift; done
@@ -93,11 +94,45 @@ def test_its_server_keeps_the_user_s_temporary_directory(
     assert calls(launcher) == [str(tmp_path)]
 
 
-def test_a_failure_behind_a_launcher_is_nvcc_s(launcher: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_kernel_is_compiled_at_the_same_path(
+    launcher: Path, nvcc: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a launcher for which the path counts, as for sccache, finds nothing again. No two kernels share a path."""
     monkeypatch.setenv("FAGEN_LAUNCHER", shlex.quote(str(launcher)))
-    with pytest.raises(BuildError, match=r"error: expected a ;"):
+    for names in ("ab", "cba"):
+        build.build(kernels(names), force=True)
+    places = launcher.with_name("places").read_text().splitlines()
+    assert len(places) == 5 and len(set(places)) == 3
+    assert all(Path(place).parent == tmp_path / "cache" / ".launch" for place in places)
+    assert list((tmp_path / "cache" / ".launch").iterdir()) == [], "and leaves nothing there"
+    assert len(cache.list_artifacts()) == 3 and all(build.build(kernels("abc"), force=False))
+
+
+def test_what_a_killed_build_left_goes_unless_another_is_at_it(
+    launcher: Path, nvcc: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_LAUNCHER", shlex.quote(str(launcher)))
+    (artifact,) = build.build(kernels("a"))
+    folders = tmp_path / "cache" / ".launch"
+    for name in (artifact.directory.name, "fwd_old-0123456789ab", "fwd_busy-0123456789ab"):
+        (folders / name).mkdir()
+        (folders / name / "kernel.cubin").write_text("half of it")
+    with cache.lock(tmp_path / "cache", "fwd_busy-0123456789ab"):
+        (again,) = build.build(kernels("a"), force=True)
+    assert [path.name for path in folders.iterdir()] == ["fwd_busy-0123456789ab"]
+    assert again.binary.read_bytes() == cache.read(again.directory).binary.read_bytes() != b"half of it"
+
+
+def test_a_failure_behind_a_launcher_is_nvcc_s(
+    launcher: Path, nvcc: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_LAUNCHER", shlex.quote(str(launcher)))
+    with pytest.raises(BuildError, match=r"error: expected a ;") as caught:
         build.build([make_kernel(text="BROKEN")])
     assert cache.list_artifacts() == []
+    kept = caught.value.source
+    assert kept is not None and "BROKEN" in kept.read_text() and not kept.parent.is_symlink()
+    assert list((tmp_path / "cache" / ".launch").iterdir()) == []
 
 
 def test_it_chooses_nvcc_and_excludes_nvrtc(
