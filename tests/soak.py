@@ -215,11 +215,11 @@ def disk_full(round_: Round) -> None:
 
 
 def failing_calls(round_: Round) -> None:
-    """A call of the file system fails: no space, no permission, an input error, a directory that is gone; and the
-    rename that publishes meets another which is then gone."""
+    """A call of the file system fails: no space, no permission, an input error; and the rename that publishes meets
+    another which is then gone."""
     round_.may_refuse, round_.judged = True, False
     for _ in range(round_.chance.randint(1, 4)):
-        codes = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTEMPTY)
+        codes = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOTEMPTY)
         _failing(round_, round_.chance.choice(codes))
     round_.crowd()
 
