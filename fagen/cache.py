@@ -238,8 +238,7 @@ def find(slug: str, key: str, target: Target, *, warn: bool = True, use: bool = 
             continue
         check_trust(artifact)
         if use:
-            with suppress(OSError):  # of a cache that this user may only read, or that has just gone
-                os.utime(directory)
+            _note_use(directory)
         return artifact
     return None
 
@@ -256,6 +255,7 @@ def find_by_source(slug: str, source: str, arch: str) -> Artifact | None:
                 continue
             same = artifact.target == "cuda" and artifact.arch == arch
             if same and _sha256(artifact.source) == checksum:
+                _note_use(directory)
                 return artifact
     return None
 
@@ -557,6 +557,12 @@ def _fallbacks(primary: Path, target: Target) -> list[Path]:
 def _all_dirs() -> list[Path]:
     primary = cache_dir()
     return [primary] if _writable(primary) else [primary, *_fallbacks(primary, "cuda")]
+
+
+def _note_use(directory: Path) -> None:
+    """Keeps the time of an artifact's last use, where it can: not in a cache that this user may only read."""
+    with suppress(OSError):
+        os.utime(directory)
 
 
 def _writable(root: Path) -> bool:

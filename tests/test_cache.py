@@ -379,6 +379,8 @@ def test_find_by_source(root: Path, nvcc: Stub) -> None:
     source = render(kernel, "cuda")
     assert cache.find_by_source(kernel.slug, source, "sm90") is None
     (artifact,) = build.build([kernel])
+    os.utime(artifact.directory, (1, 1))
     assert cache.find_by_source(kernel.slug, source, "sm90") == cache.read(artifact.directory)
+    assert artifact.directory.stat().st_mtime > 1, "that is a use, as `find` of the key is"
     assert cache.find_by_source(kernel.slug, source + " ", "sm90") is None
     assert cache.find_by_source(kernel.slug, source, resolve("sm80").name) is None
