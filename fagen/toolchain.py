@@ -137,7 +137,13 @@ class HostCompiler:
 
     @property
     def identity(self) -> str:
-        return " ".join([self.version, self.target, *self.words[1:]])
+        # gcc begins with the name by which it was called: c++, g++-12 and x86_64-linux-gnu-g++ are one program.
+        version = re.sub(r"^(?:[\w.-]+-)?[cg]\+\+(?:-[\d.]+)? (?=\()", "g++ ", self.version)
+        # Words before the options are programs, such as the compiler that a launcher runs and that said the version.
+        options = list(self.words[1:])
+        while options and not options[0].startswith("-") and shutil.which(options[0]):
+            del options[0]
+        return " ".join([version, self.target, *([shlex.join(options)] if options else [])])
 
     def flags(self, arch: Arch) -> tuple[str, ...]:
         return (

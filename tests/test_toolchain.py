@@ -149,13 +149,36 @@ def test_host_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toolchain.find_host_compiler().version == "clang 1"
     Stub(bare / "c++", version="c++ (Test) 2", host=True)
     compiler = toolchain.find_host_compiler()
-    assert compiler.identity == "c++ (Test) 2 test-machine"
+    assert compiler.identity == "g++ (Test) 2 test-machine"
     assert "-ffp-contract=off" in compiler.flags(SM90)
     monkeypatch.setenv("CXX", "clang++ --driver-mode=g++")
     assert toolchain.find_host_compiler().identity.endswith("--driver-mode=g++")
     monkeypatch.setenv("FAGEN_CXX", "no-such-compiler")
     with pytest.raises(ToolchainError, match="FAGEN_CXX='no-such-compiler'"):
         toolchain.find_host_compiler()
+
+
+def test_identity_of_the_host_compiler_is_no_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B2 for the CPU: gcc says first how it was called, a launcher stands before it, and options stay apart."""
+    launcher = tmp_path / "ccache"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    identities = set()
+    for name in ("c++", "g++", "g++-12", "x86_64-linux-gnu-g++", "x86_64-linux-gnu-g++-12"):
+        path = Stub(tmp_path / name, version=f"{name} (Test 1-2) 3.4", host=True).path
+        for text in (name, str(path), f"ccache {name}", f"ccache '{path}'", f"'{launcher}' {name}"):
+            monkeypatch.setenv("FAGEN_CXX", text)
+            identities.add(toolchain.find_host_compiler().identity)
+    assert identities == {"g++ (Test 1-2) 3.4 test-machine"}
+    for options in ("-O1", "-DA -DB", "'-DA -DB'", "-DA", "-include ccache", "-include g++"):
+        monkeypatch.setenv("FAGEN_CXX", f"g++ {options}")
+        identities.add(toolchain.find_host_compiler().identity)
+    for version in ("g++ (Test 1-2) 3.5", "gcc (Test 1-2) 3.4", "Test clang version 3.4"):
+        Stub(tmp_path / "g++", version=version, host=True)
+        monkeypatch.setenv("FAGEN_CXX", "g++")
+        identities.add(toolchain.find_host_compiler().identity)
+    assert len(identities) == 10
 
 
 def test_real_host_compiler() -> None:
