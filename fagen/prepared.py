@@ -243,8 +243,7 @@ class Call:
         tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
         parts = self.values.num_splits
         if parts is None:
-            # A block for few rows is as much as a multiprocessor's share of the memory can feed; more parts are slower.
-            at_once = multiprocessors(self.device) * (1 if tile.along_keys else tile.blocks_per_sm)
+            at_once = multiprocessors(self.device) * tile.blocks_per_sm
             parts = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
         rows = sizes.batch * sizes.heads_q * sizes.seqlen_q
         fields = self._fields | {"splits": parts, "rows": rows}

@@ -128,17 +128,14 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
 def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile for few query rows, which is to read keys and values as fast as memory gives them.
 
-    What counts is bytes under way, but not too many: 64 KiB a block, docs/decode.md has what others gave. Ratios are of
-    the time of PyTorch's cuDNN backend on one H200, d128, 32 heads over 8, one sequence of 16384 and one of 131072
-    keys, 16 of 16384, 128 of 4096: 1.08, 1.01, 1.005, 1.01 with 3 stages of 64 keys; with 2 stages 0.96, 0.85, 0.82,
-    1.02; with 8 warps and 3 stages of 128 keys 1.10, 1.03, 0.99, 1.00.
+    What counts is bytes under way, and enough warps to find pages: steps of 64 KiB by 8 warps, 3 stages, one block a
+    multiprocessor; docs/decode.md has what others gave.
     """
-    columns = padded(spec.head_dim) + padded(spec.dim_v)
-    tile_n = max(64, min(256, 32 * KIB // (columns * ELEMENT_BYTES) // 64 * 64))
-    for keys, warps, stages, blocks in ((tile_n, 4, 3, 2), (tile_n, 4, 3, 1), (tile_n, 4, 2, 1), (32, 2, 2, 1)):
-        tile = TileConfig(
-            16, keys, warps=warps, stages=stages, blocks_per_sm=blocks, q_in_registers=True, along_keys=True
-        )
-        if blocks * (smem_bytes(spec, tile) + KIB) <= arch.smem_limit + KIB:
+    row_bytes = (padded(spec.head_dim) + padded(spec.dim_v)) * ELEMENT_BYTES
+    for warps, stages, step_bytes in ((8, 3, 64 * KIB), (4, 3, 32 * KIB), (4, 2, 32 * KIB), (2, 2, 16 * KIB)):
+        least = 16 * warps
+        keys = max(least, min(256, step_bytes // row_bytes // least * least))
+        tile = TileConfig(16, keys, warps=warps, stages=stages, blocks_per_sm=1, q_in_registers=True, along_keys=True)
+        if smem_bytes(spec, tile) <= arch.smem_limit:
             return tile
     raise AssertionError(f"no decode tile for {spec.slug} on {arch.name}")

@@ -28,6 +28,7 @@ WARM_UP_SECONDS = 0.5  # of all contestants in turns before the first timing: a 
 
 # In rows with softcap the same row without it: fagen's kernel, and cuDNN's, which knows no softcap.
 PLAIN, CUDNN_PLAIN = "without softcap", "cuDNN without"
+PACKED = "fagen packed"  # the same tensors as packed sequences
 _MATMUL = "matmul"
 
 
@@ -198,7 +199,7 @@ def measure(
         tensor.requires_grad_(row.backward)
     makers = _makers(row, choose() if against is None else against, arch)
     calls, outputs, failures = first_calls(makers, (q, k, v))
-    others = [name for name in outputs if name not in (OURS, PLAIN, CUDNN_PLAIN)]
+    others = [name for name in outputs if name not in (OURS, PACKED, PLAIN, CUDNN_PLAIN)]
     difference, compared_with = differences(outputs, [OURS], others)
     outputs.clear()
     seconds = take_turns(calls | {_MATMUL: _matmul()}, samples)
@@ -297,6 +298,8 @@ def legend(report: SpeedReport) -> list[str]:
     parts = ["TFLOP/s, in parentheses over cuDNN in the same turns (with softcap: over cuDNN without)"]
     if any(result.goal for result in report.results):
         parts.append("goal, FA3 scaled: what was set and what FlashAttention-3 reached on an H200, scaled by cuDNN")
+    if any(PACKED in result.rates for result in report.results):
+        parts.append(f"{PACKED}: the same tensors as packed sequences")
     if report.matmul:
         size = f"{MATMUL_SIZE} x {MATMUL_SIZE} x {MATMUL_SIZE}"
         parts.append(f"matmul: {size} in bf16 through cuBLAS in the same turns, {report.matmul:.0f} TFLOP/s")
@@ -336,7 +339,7 @@ def short_length(count: int) -> str:
 def _table(title: str, of_rows: Sequence[Result]) -> Table:
     found = {name for result in of_rows for name in result.rates}
     names = [name for name in columns() if name in found]
-    others = [name for name in names if name not in (OURS, CUDNN, CUDNN_PLAIN)]
+    others = [name for name in names if name not in (OURS, PACKED, CUDNN, CUDNN_PLAIN)]
     derived = results.shown(
         [
             *((f"{OURS} / {name}", [number(result.ratio(name), 2) for result in of_rows]) for name in others),
@@ -357,7 +360,7 @@ def _table(title: str, of_rows: Sequence[Result]) -> Table:
 
 def columns() -> tuple[str, ...]:
     """All names that a result can have, in the order of the tables."""
-    return (OURS, *(contestant.name for contestant in everyone()), PLAIN, CUDNN_PLAIN)
+    return (OURS, PACKED, *(contestant.name for contestant in everyone()), PLAIN, CUDNN_PLAIN)
 
 
 def _target(specs: Sequence[AttentionSpec], arch: str | None) -> str:
@@ -390,6 +393,19 @@ def _ours(
     return lambda: attention(q, k, v, **values)
 
 
+def _ours_packed(
+    spec: AttentionSpec, arch: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[], Any]:
+    import torch
+
+    attention = load(spec.model_copy(update={"varlen": True}), arch)
+    batch, seqlen = q.shape[:2]
+    begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+    named = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    return lambda: attention(*rows, **named).view_as(q)
+
+
 def _makers(row: Row, against: Sequence[Contestant], arch: str | None) -> dict[str, Callable[..., Callable[[], Any]]]:
     """Who takes part in a row: by name, what makes the call of its forward."""
 
@@ -397,6 +413,8 @@ def _makers(row: Row, against: Sequence[Contestant], arch: str | None) -> dict[s
         return lambda q, k, v: contestant.make(q, k, v, row.causal, softcap)
 
     makers: dict[str, Callable[..., Callable[[], Any]]] = {OURS: lambda *qkv: _ours(row.spec, arch, *qkv)}
+    if not (row.softcap or row.backward):
+        makers[PACKED] = lambda *qkv: _ours_packed(row.spec, arch, *qkv)
     softcap = SOFTCAP if row.softcap else None
     makers |= {other.name: of(other, softcap) for other in against if other.softcap or not row.softcap}
     if row.softcap:
