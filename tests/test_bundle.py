@@ -155,6 +155,7 @@ def test_kernels_for_the_cpu_never_come_from_a_bundle(
 ) -> None:
     host = Stub(tmp_path / "bin" / "c++", version="c++ (Test) 2", host=True)
     monkeypatch.setenv("FAGEN_CXX", str(host.path))
+    monkeypatch.setattr(bundle, "search", lambda: pytest.fail("looked for one"))
     (artifact,) = build.find_or_build(kernels("a"), emulate=True)
     assert not isinstance(artifact, BundledArtifact) and host.compiled == 1
     with pytest.raises(CacheError, match="is a library for the CPU"):
@@ -190,10 +191,15 @@ def test_directories_of_bundles(bare: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_kernel_that_the_driver_cannot_load_does_not_serve(
     driver: tuple[int, int] | None, compiled: str, ptx: bool, serves: bool, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (entry, _) = bundle.read(bare).entries
-    changed = {"compiler": f"nvcc {compiled}.88 x", "binary": entry.binary.model_copy(update={"name": "kernel.ptx"})}
+    if ptx:
+        _claim(bare, "kernel.ptx", b".visible .entry fagen_fwd(")
+    change(bare, lambda document: document["kernels"][0].update(compiler=f"nvcc {compiled}.88 cuda_{compiled}"))
     monkeypatch.setattr(bundle, "driver_version", lambda: driver)
-    assert bundle._loads_here(entry.model_copy(update=changed if ptx else {"compiler": changed["compiler"]})) == serves
+    if serves:
+        assert isinstance(build.find_or_build(kernels("a"))[0], BundledArtifact)
+        return
+    with pytest.raises(ToolchainError, match="no CUDA compiler"):
+        build.find_or_build(kernels("a"))
 
 
 # FAGEN_JIT=0
@@ -211,7 +217,13 @@ def test_a_missing_variant_is_named_with_the_nearest_and_the_command(
 
     bundle.write(tmp_path / "shipped.zip", build.build([forward(head_dim=128, causal=True)]))
     cache.clean()
-    build.build([forward(head_dim=64), forward(head_dim=128, softcap=True, window=True), forward("sm90a", head_dim=64)])
+    build.build(
+        [
+            forward(head_dim=64, causal=True, softcap=True),
+            forward(head_dim=128, softcap=True, window=True),
+            forward("sm90a", head_dim=64),
+        ]
+    )
     monkeypatch.setenv("FAGEN_BUNDLES", str(tmp_path / "shipped.zip"))
     monkeypatch.setenv("FAGEN_JIT", "0")
     with pytest.raises(CacheError) as caught:
@@ -220,7 +232,7 @@ def test_a_missing_variant_is_named_with_the_nearest_and_the_command(
     assert message.startswith("fwd_hdim128_bf16_causal_softcap_sm80 is not built for nvcc 13.0.88")
     assert "`fagen build --head-dim 128 --causal --softcap --arch sm80`" in message and "\n" not in message
     shipped = f"fwd_hdim128_bf16_causal_sm80 (in {tmp_path / 'shipped.zip'})"
-    near = ", ".join([shipped, "fwd_hdim128_bf16_window_softcap_sm80", "fwd_hdim64_bf16_sm80"])
+    near = ", ".join([shipped, "fwd_hdim64_bf16_causal_softcap_sm80", "fwd_hdim128_bf16_window_softcap_sm80"])
     assert message.endswith(f"nearest of what is built: {near}")
     (backward,) = (kernel for kernel in plan(AttentionSpec(head_dim=64, backward=True), resolve("sm80"))
                    if kernel.kind == "bwd")  # fmt: skip
