@@ -71,7 +71,13 @@ class Packed(NamedTuple):
 
 CACHE_TENSORS = ("seqused_k", "block_table", "leftpad_k", "cache_batch_idx")
 _OF_PAGES = ("block_table",)  # a parameter of kernels with paged caches alone
-PACKED_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+PACKED_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+
+
+def named(spec: AttentionSpec, packed: Packed | None, name: str) -> Any:
+    """What a call of `spec` gives as `name`, one of its tensors of sequences."""
+    names = PACKED_TENSORS if spec.varlen else CACHE_TENSORS if spec.split_kv else ()
+    return packed.tensors[names.index(name)] if packed is not None and name in names else None
 
 
 class Values(NamedTuple):
@@ -122,8 +128,13 @@ def check_tensors(
 ) -> Sizes:
     """The sizes of a call; SpecError unless the tensors fit the spec and one another. Of packed sequences, which need
     `packed`, seqlen_q and seqlen_k are those of the longest."""
-    dims = ("total", "heads", "head_dim") if spec.varlen else ("batch", "seqlen", "heads", "head_dim")
-    for name, tensor, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.dim_v)):
+    dims_q = ("total", "heads", "head_dim") if spec.varlen else ("batch", "seqlen", "heads", "head_dim")
+    dims_k = ("pages", "page_size", "heads", "head_dim") if spec.paged else dims_q
+    for name, tensor, dim, dims in (
+        ("q", q, spec.head_dim, dims_q),
+        ("k", k, spec.head_dim, dims_k),
+        ("v", v, spec.dim_v, dims_k),
+    ):
         if not isinstance(tensor, torch.Tensor):
             raise SpecError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != len(dims):
@@ -144,30 +155,28 @@ def check_tensors(
     seqlen_q, heads_q, _ = q.shape[-3:]
     seqlen_k, heads_k, _ = k.shape[-3:]
     batch = 1 if spec.varlen else q.shape[0]
-    if spec.paged:
-        seqlen_k = _paged_length(batch, k, v, packed)
-    elif not spec.varlen and (v.shape[0] != k.shape[0] or (k.shape[0] != batch and not _has_batch_idx(spec, packed))):
+    other_batch = k.shape[0] != batch and named(spec, packed, "cache_batch_idx") is None
+    if not (spec.paged or spec.varlen) and (v.shape[0] != k.shape[0] or other_batch):
         raise SpecError(f"q, k and v have batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
     if v.shape[-3] != k.shape[-3] or v.shape[-2] != heads_k:
         raise SpecError(
-            f"k is {tuple(k.shape[:-1])} and v {tuple(v.shape[:-1])} in ({', '.join(dims[:-1])}): must be equal"
+            f"k is {tuple(k.shape[:-1])} and v {tuple(v.shape[:-1])} in ({', '.join(dims_k[:-1])}): must be equal"
         )
     if heads_k == 0 or heads_q % heads_k:
         raise SpecError(f"{heads_q} query heads over {heads_k} key heads: the first must be a multiple of the second")
     sizes = Sizes(batch, seqlen_q, heads_q, seqlen_k, heads_k)
-    return _packed_sizes(sizes, packed, q.device) if spec.varlen else sizes
+    if spec.varlen:
+        sizes = _packed_sizes(sizes, packed, q.device)
+    if not spec.paged:
+        return sizes
+    most = _paged_length(sizes.batch, k, v, named(spec, packed, "block_table"))
+    longest = packed.max_seqlen_k if packed is not None else None
+    return sizes._replace(seqlen_k=most if longest is None else min(longest, most))
 
 
-def _has_batch_idx(spec: AttentionSpec, packed: Packed | None) -> bool:
-    """Whether the call says which entry of k and v is that of each entry of q."""
-    return spec.split_kv and packed is not None and packed.tensors[CACHE_TENSORS.index("cache_batch_idx")] is not None
-
-
-def _paged_length(batch: int, k: torch.Tensor, v: torch.Tensor, packed: Packed | None) -> int:
+def _paged_length(batch: int, k: torch.Tensor, v: torch.Tensor, table: Any) -> int:
     """How many keys a batch entry may have: those of all pages in its row of the block table."""
-    if packed is None:
-        raise SpecError("the spec has paged=True: pass block_table=... and seqused_k=...")
-    table, size = packed.tensors[CACHE_TENSORS.index("block_table")], k.shape[1]
+    size = k.shape[1]
     if (
         not isinstance(table, torch.Tensor)
         or (table.dtype, table.device, table.dim()) != (torch.int32, k.device, 2)
@@ -190,7 +199,7 @@ def _packed_sizes(totals: Sizes, packed: Packed | None, device: torch.device) ->
         raise SpecError("the spec has varlen=True: pass cu_seqlens_q=... and cu_seqlens_k=...")
     entries: int | None = None
     for name, tensor in zip(PACKED_TENSORS, packed.tensors, strict=True):
-        if name == "seqused_k" and tensor is None:
+        if name == "block_table" or (name == "seqused_k" and tensor is None):
             continue
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32 or tensor.dim() != 1:
             what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)

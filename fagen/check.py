@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fagen import reference
 from fagen.call import DTYPES
@@ -168,6 +169,8 @@ class Case:
             call["dropout_p"] = 0.2 if self.dropout_p is None else self.dropout_p
             call["seed"] = self.seed
         if self.spec.paged:
+            if self.spec.varlen:  # pages belong to a sequence each
+                k, v = (pad_sequence(list(torch.split(x, list(of_k))), batch_first=True) for x in (k, v))
             k, v, call["block_table"] = _in_pages(k, v, generator)
         if self.spec.split_kv:
             call["seqused_k"] = torch.tensor(self.used, dtype=torch.int32, device=device)
@@ -205,7 +208,10 @@ class Case:
         """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (Tq, Hq, Dv) and (Hq, Tq), in float64."""
         call = _for_reference(inputs) | {"causal": self.spec.causal}
         if self.spec.varlen:
-            return reference.packed(inputs.q, inputs.k, inputs.v, **call)
+            k, v = inputs.k, inputs.v
+            if self.spec.paged:
+                k, v = (_from_pages(x, inputs.call["block_table"], [n for _, n in self.lengths]) for x in (k, v))
+            return reference.packed(inputs.q, k, v, **call)
         if self.spec.split_kv:
             return self._reference_of_used(inputs, call)
         o, lse = reference.attention(inputs.q, inputs.k, inputs.v, **call)
@@ -254,6 +260,11 @@ def _in_pages(k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor,
         made[table.flatten()] = padded.view(batch * each, 16, *x.shape[2:])
         pages.append(made)
     return pages[0], pages[1], table.int()
+
+
+def _from_pages(pages: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The first keys of each sequence, (total, H, D), from pages (pages, size, H, D) by the block table."""
+    return torch.cat([pages[row].flatten(0, 1)[:n] for row, n in zip(table.long(), lengths, strict=True)])
 
 
 def _example_window(case: Case) -> tuple[int, int]:

@@ -185,18 +185,21 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), where each begins, and the end of the last. Sequences may be empty.
     max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds.
     seqused_k: int32 (B,), how many keys of each sequence count.
+    block_table: int32 (B, pages); k and v are then (pages of all, size of a page, Hk, ...), the size a power of two
+    from 16 on, the keys of sequence b from i * size on lie in page block_table[b, i], and cu_seqlens_k says only how
+    many there are. Without gradients.
 
     Returns o (Tq, Hq, Dv); with return_attn_probs (o, softmax_lse, S_dmask): softmax_lse (Hq, Tq), S_dmask empty.
     Rows of no sequence are not written.
 
-    Raises SpecError as `flash_attn_func`, and for a block_table.
+    Raises SpecError as `flash_attn_func`.
     """
-    if block_table is not None:
-        raise SpecError("block_table is not served with packed queries; flash_attn_with_kvcache takes it")
-    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+    dims_k = 3 if block_table is None else 4
+    if q.dim() != 3 or k.dim() != dims_k or v.dim() != dims_k:
+        keys = "" if block_table is None else ", and k and v with a block_table (pages, page size, heads, head_dim)"
         raise SpecError(
             f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
-            "expected (total, heads, head_dim)"
+            f"expected (total, heads, head_dim){keys}"
         )
     packed = {
         "cu_seqlens_q": cu_seqlens_q,
@@ -204,6 +207,7 @@ def flash_attn_varlen_func(
         "seqused_k": seqused_k,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
+        "block_table": block_table,
     }
     return _attend(
         q,

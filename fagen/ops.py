@@ -333,7 +333,7 @@ class Attention:
             check_given("split_kv", "leftpad_k", False, leftpad_k)
             check_given("split_kv", "cache_batch_idx", False, cache_batch_idx)
         if self._varlen:
-            return Packed((cu_seqlens_q, cu_seqlens_k, seqused_k), max_seqlen_q, max_seqlen_k)
+            return Packed((cu_seqlens_q, cu_seqlens_k, seqused_k, block_table), max_seqlen_q, max_seqlen_k)
         check_given("varlen", "max_seqlen_q", False, max_seqlen_q)
         check_given("varlen", "max_seqlen_k", False, max_seqlen_k)
         if not self.spec.split_kv:

@@ -98,12 +98,13 @@ def _lse_field(packed: bool) -> Field:
 _TOTAL_Q = Field("total_q", "int", "Tq")
 
 
-def _forward_fields(packed: bool) -> tuple[Field, ...]:
+def _forward_fields(packed: bool, paged: bool) -> tuple[Field, ...]:
     return (
         *_input_fields(packed),
         Field("o", "u16*", "(Tq, Hq, Dv)" if packed else "(B, Sq, Hq, Dv)"),
         _lse_field(packed),
-        *_row_strides(packed, "q", "k", "v", "o"),
+        *_row_strides(packed, "q", "o"),
+        *_row_strides(packed and not paged, "k", "v"),
         *_sizes(packed, "heads_q"),
         *((*_PACKED_FIELDS, _TOTAL_Q) if packed else ()),
     )
@@ -358,7 +359,7 @@ class KernelPlan:
                 in_groups = self.spec.causal or self.spec.window
                 fields += _hopper_forward_fields(packed, self.counts_tiles, in_groups)
             else:
-                fields += _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed)
+                fields += _SPLIT_FORWARD_FIELDS if self.spec.split_kv else _forward_fields(packed, self.spec.paged)
             if self.spec.backward:
                 fields += _stats_fields(packed, constant=False)
         if not (mods and mods[0].absorbs_scale):

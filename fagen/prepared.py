@@ -13,13 +13,13 @@ import torch
 from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
 from fagen.call import (
     ALIGNMENT,
-    CACHE_TENSORS,
     STATS_ROWS,
     Sizes,
     Values,
     aligned,
     check_tensors,
     lse_shape,
+    named,
     packed_tiles,
     rows_aligned,
     scalars,
@@ -103,11 +103,9 @@ class Call:
             "heads_k": sizes.heads_k,
             "group_size": sizes.heads_q // sizes.heads_k,
         }
-        if spec.paged and values.packed is not None:
-            table = values.packed.tensors[CACHE_TENSORS.index("block_table")]
-            assert isinstance(table, torch.Tensor)
+        if spec.paged:
             self._fields |= {
-                "block_table_stride": table.stride(0),
+                "block_table_stride": named(spec, values.packed, "block_table").stride(0),
                 "page_shift": k.shape[1].bit_length() - 1,
             }
         if spec.varlen:

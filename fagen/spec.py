@@ -83,8 +83,10 @@ class AttentionSpec(BaseModel):
         for name, reason in _UNSERVED.items():
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not served: {reason} in this version")
-        if self.paged and not self.split_kv:
-            raise ValueError("paged=True needs split_kv=True: pages are of a cache that few queries read")
+        if self.paged and not (self.split_kv or self.varlen):
+            raise ValueError("paged=True needs split_kv=True, for few queries, or varlen=True, for packed ones")
+        if self.paged and self.backward:
+            raise ValueError("paged=True with backward=True is not served: pages are of a cache, in inference only")
         for name in ("backward", "varlen"):
             if self.split_kv and getattr(self, name):
                 raise ValueError(

@@ -258,6 +258,7 @@ SPLIT = [
     *_rows(64, _at(5, 300, batch=2, **_heads(4, 2), **PER_BATCH), split_kv=True, causal=True, alibi=True, dropout=True),
     *_rows(64, _at(3, 500, batch=3, **_heads(8, 2)), _large(1, 9000), split_kv=True, paged=True, causal=True),
     *_rows(72, _at(1, 77, batch=2, **_heads(8, 4)), dv=40, dtype="fp16", split_kv=True, paged=True, softcap=True),
+    *_rows(128, _at(150, 170, batch=3, **_heads(4, 2)), varlen=True, paged=True, window=True, alibi=True),
 ]
 
 CASES: list[Case] = [

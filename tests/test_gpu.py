@@ -46,7 +46,7 @@ SANITIZED_OTHERS = [
     "test_split.py::test_heads_that_share_keys[True-2-cuda]",
     "test_split.py::test_n16_pages_in_any_order[True-16-cuda]",
     "test_kvcache.py::test_keys_behind_a_padding[3-cuda]",
-    "test_varlen.py::test_each_sequence_as_if_it_were_alone[features1-cuda]",
+    "test_varlen.py::test_each_sequence_as_if_it_were_alone[True-features1-cuda]",
     "test_varlen.py::test_gradients_of_each_sequence_as_if_it_were_alone[cuda]",
 ]
 SANITIZED_GRADIENTS = [

@@ -69,6 +69,7 @@ GOLDEN_KERNELS = [
 GOLDEN_KERNELS += [
     ("sm90a", AttentionSpec(head_dim=128, causal=True)),
     ("sm90a", AttentionSpec(head_dim=64, dtype="fp16", window=True)),
+    ("sm90a", AttentionSpec(head_dim=64, varlen=True)),
     ("sm90a", AttentionSpec(head_dim=256, causal=True, softcap=True, alibi=True, dropout=True)),
 ]
 GOLDENS = {kernel.slug: kernel for arch, spec in GOLDEN_KERNELS for kernel in plan(spec, resolve(arch))}

@@ -180,7 +180,7 @@ def test_not_without_the_feature_nor_with_some() -> None:
         fagen.load(AttentionSpec(head_dim=64), emulate=True)(*inputs(1, 20), num_splits=2)
     with pytest.raises(SpecError, match=r"block_table is given, but .*paged=True"):
         fagen.load(SPEC, emulate=True)(*inputs(1, 20), block_table=torch.zeros(3, 1, dtype=torch.int32))
-    with pytest.raises(SpecError, match="paged=True needs split_kv=True"):
+    with pytest.raises(SpecError, match="paged=True needs split_kv=True, for few queries, or varlen=True"):
         AttentionSpec(head_dim=64, paged=True)
     for name in ("backward", "varlen"):
         with pytest.raises(SpecError, match=f"split_kv=True with {name}=True is not served"):

@@ -30,7 +30,8 @@ def packed(spec: AttentionSpec, queries: int, keys: int, device: str = "cpu") ->
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("features", [(), ("causal",), ("window", "softcap"), ("alibi",)])
-def test_each_sequence_as_if_it_were_alone(features: tuple[str, ...], device: str) -> None:
+@pytest.mark.parametrize("hopper", [False, True])
+def test_each_sequence_as_if_it_were_alone(hopper: bool, features: tuple[str, ...], device: str) -> None:
     """The same bits as a call of its own, empty sequences among them, also with queries and no keys."""
     on = dict.fromkeys(features, True)
     lengths_q, lengths_k = [70, 0, 5, 130, 33], [90, 40, 0, 100, 200]
@@ -39,7 +40,8 @@ def test_each_sequence_as_if_it_were_alone(features: tuple[str, ...], device: st
     values |= {"alibi_slopes": torch.rand(4, device=device)} if "alibi" in features else {}
     q, k, v = packed(PLAIN, sum(lengths_q), sum(lengths_k), device)
     emulate = device == "cpu"
-    attention = fagen.load(AttentionSpec(head_dim=64, varlen=True, **on), arch=MMA[device], emulate=emulate)
+    arch = "sm90a" if hopper else MMA[device]
+    attention = fagen.load(AttentionSpec(head_dim=64, varlen=True, **on), arch=arch, emulate=emulate)
     o, lse = attention(
         *(q, k, v),
         cu_seqlens_q=cumulative(lengths_q, device),
@@ -50,11 +52,44 @@ def test_each_sequence_as_if_it_were_alone(features: tuple[str, ...], device: st
         _poison=True,
         **values,
     )
-    alone = fagen.load(AttentionSpec(head_dim=64, **on), arch=MMA[device], emulate=emulate)
+    alone = fagen.load(AttentionSpec(head_dim=64, **on), arch=arch, emulate=emulate)
     parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     each = [alone(*(x[None] for x in part), return_lse=True, **values) for part in parts]
     assert torch.equal(o, torch.cat([o[0] for o, _ in each]))
     assert torch.equal(lse, torch.cat([lse[0] for _, lse in each], 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_pages_of_packed_queries(head_dim: int, size: int, device: str) -> None:
+    """The bits of the keys one after the other, through flash-attention's function; NaN in slots that hold no key."""
+    lengths_q, lengths_k = [70, 0, 5, 33], [90, 40, 130, 0]
+    spec = AttentionSpec(head_dim=head_dim, causal=True, varlen=True)
+    q, k, v = packed(spec, sum(lengths_q), sum(lengths_k), device)
+    count = -(-max(lengths_k) // size)
+    order = torch.randperm(4 * count, generator=torch.Generator().manual_seed(0)).view(4, count)
+    pages = []
+    for x in (k, v):
+        slots = x.new_full((4, count * size, *x.shape[1:]), torch.nan)
+        for b, keys in enumerate(x.split(lengths_k)):
+            slots[b, : len(keys)] = keys
+        made = torch.empty_like(slots).view(4 * count, size, *x.shape[1:])
+        made[order.flatten().to(device)] = slots.view_as(made)
+        pages.append(made)
+    begins = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    o, lse, _ = fagen.flash_attn_varlen_func(
+        *(q, *pages, *begins, max(lengths_q), max(lengths_k)),
+        causal=True,
+        return_attn_probs=True,
+        block_table=order.int().to(device),
+    )
+    contiguous = fagen.load(spec, arch=MMA[device], emulate=device == "cpu")
+    longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    expected = contiguous(
+        *(q, k, v), cu_seqlens_q=begins[0], cu_seqlens_k=begins[1], return_lse=True, _poison=True, **longest
+    )
+    assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -208,7 +243,7 @@ def test_functions_of_flash_attention(head_dim: int) -> None:
     of_kv = fagen.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], begins, begins, 41, 41, causal=True)
     of_qkv = fagen.flash_attn_varlen_qkvpacked_func(qkv, begins, 41, causal=True)
     assert torch.equal(o, of_kv) and torch.equal(o, of_qkv)
-    with pytest.raises(SpecError, match="block_table"):
+    with pytest.raises(SpecError, match=r"with a block_table \(pages, page size, heads, head_dim\)"):
         fagen.flash_attn_varlen_func(q, k, v, begins, begins, 41, 41, block_table=begins)
     with pytest.raises(SpecError, match=r"expected \(total, heads, head_dim\)"):
         fagen.flash_attn_varlen_func(q[None], k[None], v[None], begins, begins, 41, 41)
@@ -248,7 +283,12 @@ def test_compiled_function_of_flash_attention() -> None:
 def test_operator(used: bool) -> None:
     spec = AttentionSpec(head_dim=16, varlen=True, backward=True, deterministic=True)
     q, k, v = (x.requires_grad_() for x in packed(spec, 9, 12))
-    sequences = [cumulative([4, 5]), cumulative([5, 7]), torch.tensor([3, 7], dtype=torch.int32) if used else None]
+    sequences = [
+        cumulative([4, 5]),
+        cumulative([5, 7]),
+        torch.tensor([3, 7], dtype=torch.int32) if used else None,
+        None,
+    ]
     arguments = (spec.model_dump_json(), "", None, None, None, [], [], sequences, 5, 7, None, None)
     torch.library.opcheck(torch.ops.fagen.forward, (q, k, v, *arguments))
 

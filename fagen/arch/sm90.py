@@ -62,9 +62,9 @@ def serves(spec: AttentionSpec) -> bool:
     """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others.
 
     Dropout draws its numbers for 16 keys at a time from multiples of 16 on, and steps of a window start where it does.
-    Few queries, for which keys are split, would leave its tiles empty.
+    Few queries, for which keys are split, would leave its tiles empty; the copy engine knows of no pages.
     """
-    return not (spec.split_kv or (spec.window and spec.dropout))
+    return not (spec.split_kv or spec.paged or (spec.window and spec.dropout))
 
 
 def forward_tile(spec: AttentionSpec) -> HopperTile:

@@ -201,12 +201,12 @@ struct Params {
     float* lse;  // (Hq, Tq), contiguous; null where it is not wanted
     i64 q_row_stride;
     i64 q_head_stride;
+    i64 o_row_stride;
+    i64 o_head_stride;
     i64 k_row_stride;
     i64 k_head_stride;
     i64 v_row_stride;
     i64 v_head_stride;
-    i64 o_row_stride;
-    i64 o_head_stride;
     const int* cu_seqlens_q;  // (B + 1,): the first row of each sequence in q, the end of the last
     const int* cu_seqlens_k;  // (B + 1,): likewise in k and v
     const int* seqused_k;  // (B,): how many keys of each sequence count; or null: all

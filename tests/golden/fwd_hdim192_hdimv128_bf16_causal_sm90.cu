@@ -202,15 +202,15 @@ struct Params {
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
+    i64 o_batch_stride;
+    i64 o_row_stride;
+    i64 o_head_stride;
     i64 k_batch_stride;
     i64 k_row_stride;
     i64 k_head_stride;
     i64 v_batch_stride;
     i64 v_row_stride;
     i64 v_head_stride;
-    i64 o_batch_stride;
-    i64 o_row_stride;
-    i64 o_head_stride;
     int seqlen_q;
     int seqlen_k;
     int heads_q;

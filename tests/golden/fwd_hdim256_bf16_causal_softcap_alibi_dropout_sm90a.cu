@@ -608,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
                 mbarrier_arrive_expect_tx(K_full + 8 * stage, K_BYTES);
                 load_tile<TILE_N, HEAD_DIM>(K_smem + stage * K_BYTES, params.k_map,
                                              work.key_begin + step * TILE_N, work.kv_head, work.batch, K_full + 8 * stage);
-}
+            }
         }
     };
     auto load_values = [&] {
@@ -626,7 +626,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
                 load_tile<TILE_N, HEAD_DIM_V>(V_smem + stage * V_BYTES, params.v_map,
                                              work.key_begin + step * TILE_N, work.kv_head, work.batch, V_full + 8 * stage);
                 if (step == work.steps - 1) mbarrier_arrive(Q_empty);  // what it has heard has arrived, for it is in use
-}
+            }
         }
     };
 

@@ -202,15 +202,15 @@ struct Params {
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
+    i64 o_batch_stride;
+    i64 o_row_stride;
+    i64 o_head_stride;
     i64 k_batch_stride;
     i64 k_row_stride;
     i64 k_head_stride;
     i64 v_batch_stride;
     i64 v_row_stride;
     i64 v_head_stride;
-    i64 o_batch_stride;
-    i64 o_row_stride;
-    i64 o_head_stride;
     float softcap_inner;  // a score to z: 2 / border * softmax_scale / softcap
     float softcap_log2;  // softcap * log2(e)
     float softcap_linear;  // tanh is softcap_linear * z + softcap_cubic * z^3 where |z| < 2

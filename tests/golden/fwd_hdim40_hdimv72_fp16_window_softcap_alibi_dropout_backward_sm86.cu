@@ -205,15 +205,15 @@ struct Params {
     i64 q_batch_stride;
     i64 q_row_stride;
     i64 q_head_stride;
+    i64 o_batch_stride;
+    i64 o_row_stride;
+    i64 o_head_stride;
     i64 k_batch_stride;
     i64 k_row_stride;
     i64 k_head_stride;
     i64 v_batch_stride;
     i64 v_row_stride;
     i64 v_head_stride;
-    i64 o_batch_stride;
-    i64 o_row_stride;
-    i64 o_head_stride;
     float* stats;  // (B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null
     const u64* philox_state;  // seed, offset
     float softcap_inner;  // a score to z: 2 / border * softmax_scale / softcap
