@@ -569,13 +569,15 @@ def _writable(root: Path) -> bool:
     """Whether this user can build in `root`: make it, or write to it and to what fagen keeps there."""
     for path in (root, *root.parents):
         try:
-            if path.exists():
-                inner = [path / name for name in (_LOCKS, _STAGING)] if path == root else []
-                return path.is_dir() and all(
-                    os.access(each, os.W_OK | os.X_OK) for each in [path, *inner] if each.exists()
-                )
+            if not stat.S_ISDIR(path.stat().st_mode):
+                return False
+        except FileNotFoundError:
+            continue
         except OSError:
             return False
+        inner = [root / name for name in (_LOCKS, _STAGING)] if path == root else []
+        # What is not there, or has just been removed by another process, can be made.
+        return all(os.access(each, os.W_OK | os.X_OK) or not os.path.lexists(each) for each in [path, *inner])
     return False
 
 

@@ -40,7 +40,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from fake_toolchain import FakeSpec, Stub, make_kernel, render  # noqa: E402
 
 import fagen.render  # noqa: E402
-from fagen import build, cache, toolchain  # noqa: E402
+from fagen import build, cache, launched, toolchain  # noqa: E402
 from fagen.errors import CacheError, FagenError  # noqa: E402
 
 COUNTS = ("wrong", "hang", "unreadable", "duplicate", "unclear")
@@ -455,7 +455,7 @@ def _become_readable(round_: Round) -> None:
     for path in [*round_.root.rglob("*"), round_.root]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     for path in round_.stub.path.parent.iterdir():
-        path.chmod(0o777 if path == round_.stub.path else 0o666)
+        path.chmod(0o777 if path.name in (round_.stub.path.name, "launcher") else 0o666)
 
 
 def _become_other_user(own: Path) -> None:
@@ -530,10 +530,13 @@ def _look(round_: Round) -> None:
         except (FileNotFoundError, cache.CorruptArtifact) as error:
             round_.note("unreadable", f"{entry.directory.name}: {error}")
     deadline = time.monotonic() + 5
-    while (round_.root / ".tmp").exists() and time.monotonic() < deadline:
+    while any(any(round_.root.glob(f"{name}/*")) for name in (".tmp", ".launch")) and time.monotonic() < deadline:
         cache.sweep(round_.root)  # compilers without a parent may still be writing
+        launched.sweep(round_.root)
         time.sleep(0.01)
-    extra = {path.name for path in round_.root.iterdir()} - {path.name for path in _artifacts(round_)} - {".locks"}
+    kept = {path.name for path in _artifacts(round_)} | {".locks", ".launch"}
+    extra = {path.name for path in round_.root.iterdir()} - kept
+    extra |= {f".launch/{path.name}" for path in round_.root.glob(".launch/*")}
     if extra:
         round_.note("unreadable", f"left behind: {sorted(extra)}")
 
@@ -557,6 +560,12 @@ def run_round(fault: str, seed: int, folder: Path) -> Round:
     round_ = Round(chance, home, emulate, stub, kernels)
     os.environ["FAGEN_CACHE_DIR"] = str(round_.root)
     os.environ["FAGEN_CXX" if emulate else "FAGEN_NVCC"] = str(stub.path)
+    os.environ.pop("FAGEN_LAUNCHER", None)
+    if not emulate and chance.random() < 0.3 and fault != "without_locks":  # the folder of a launcher needs its lock
+        launcher = home / "bin" / "launcher"
+        launcher.write_text('#!/bin/sh\nexec "$@"\n')
+        launcher.chmod(0o755)
+        os.environ["FAGEN_LAUNCHER"] = str(launcher)
     try:
         FAULTS[fault](round_)
         _join(round_)

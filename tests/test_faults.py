@@ -341,6 +341,20 @@ def test_a_rename_lost_to_one_that_is_gone(root: Path, nvcc: Stub, monkeypatch: 
     whole(root, nvcc, "a")
 
 
+def test_a_working_directory_that_goes_while_it_is_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends last removes `.tmp`: that does not make the cache one that cannot be written to."""
+    (root / ".tmp").mkdir(parents=True)
+    access = os.access
+
+    def remove(path: Path, mode: int) -> bool:
+        if path == root / ".tmp" and path.exists():
+            path.rmdir()
+        return access(path, mode)
+
+    monkeypatch.setattr(os, "access", remove)
+    assert cache.build_dir("cuda") == root and not (root / ".tmp").exists()
+
+
 def test_a_listing_of_what_another_process_removes(root: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cleaners, and a listing, at once: each counts what it did itself, and none fails."""
     build.build(kernels("abc"))
