@@ -461,6 +461,7 @@ def _publish(request: Request, folder: Path, root: Path, log: str, seconds: floa
     cache.seal(folder, fields)
     artifact = cache.publish(folder, root, request.name, replace=force)
     cache.check_trust(artifact)
+    cache.forget_failed(root, request.name)
     return dataclasses.replace(artifact, cached=False)
 
 

@@ -412,6 +412,13 @@ def keep_failed(root: Path, name: str, staged: Path) -> Path | None:
     return kept
 
 
+def forget_failed(root: Path, name: str) -> None:
+    """Removes what a failed build of this artifact left: it has been built since."""
+    shutil.rmtree(root / _FAILED / name, ignore_errors=True)
+    with suppress(OSError):
+        (root / _FAILED).rmdir()
+
+
 def list_artifacts() -> list[Artifact]:
     """Every artifact that can be read, by slug; checksums are left to whoever loads one."""
     found = [entry.artifact for entry in entries() if entry.artifact is not None]

@@ -22,7 +22,8 @@ _FOLDERS = ".launch"
 def linked(root: Path, name: str, link: Path) -> Iterator[None]:
     """Makes `link` lead to an empty folder for artifact `name`, removed at the end. Its lock must be held."""
     folder = root / _FOLDERS / name
-    shutil.rmtree(folder, ignore_errors=True)  # of a killed build
+    with suppress(FileNotFoundError):  # of a killed build, whose compiler may still write there and now does elsewhere
+        folder.rename(link.with_name(f"{link.name}-left"))
     folder.mkdir(mode=0o755, parents=True)
     link.symlink_to(folder)
     try:

@@ -94,9 +94,10 @@ class Builder:
     """A process that builds kernels and compares what it gets with what the compiler must have written."""
 
     def __init__(
-        self, round_: Round, kernels: list[Any], *, prepare: Callable[[], None] | None = None, **options: Any
+        self, round_: Round, kernels: list[Any], *, prepare: Callable[[], Any] | None = None, **options: Any
     ) -> None:
-        """`prepare` runs in the process before it builds: it arms the fault. `options` are those of `build.build`."""
+        """`prepare` runs in the process before it builds: it arms the fault, and may return what disarms it before the
+        result is looked at. `options` are those of `build.build`."""
         self.kernels = kernels
         self.killed = False
         self.report = round_.home / f"report-{len(round_.builders)}"
@@ -127,15 +128,16 @@ class Builder:
 
 
 def _work(
-    round_: Round, kernels: list[Any], report: Path, prepare: Callable[[], None] | None, options: dict[str, Any]
+    round_: Round, kernels: list[Any], report: Path, prepare: Callable[[], Any] | None, options: dict[str, Any]
 ) -> int:
     said = report.open("w")  # before the disk is full, or the user is another
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if prepare is not None:
-                prepare()
+            disarm = None if prepare is None else prepare()
             artifacts = build.build(kernels, emulate=round_.emulate, **options)
+            if disarm is not None:
+                disarm()
         wrong = [
             artifact.slug
             for kernel, artifact in zip(kernels, artifacts, strict=True)
@@ -406,7 +408,7 @@ def _failing(round_: Round, code: int) -> None:
     """A builder in which one call of the file system fails."""
     number = round_.chance.randint(1, 60)
 
-    def arm() -> None:
+    def arm() -> Callable[[], None]:
         left = number
 
         def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -427,6 +429,12 @@ def _failing(round_: Round, code: int) -> None:
         ):
             for name in names:
                 setattr(owner, name, wrapped(getattr(owner, name)))
+
+        def disarm() -> None:
+            nonlocal left
+            left = 0
+
+        return disarm
 
     round_.start(round_.some(), prepare=arm)
 
@@ -530,7 +538,7 @@ def _look(round_: Round) -> None:
         except (FileNotFoundError, cache.CorruptArtifact) as error:
             round_.note("unreadable", f"{entry.directory.name}: {error}")
     deadline = time.monotonic() + 5
-    while any(any(round_.root.glob(f"{name}/*")) for name in (".tmp", ".launch")) and time.monotonic() < deadline:
+    while ((round_.root / ".tmp").exists() or any(round_.root.glob(".launch/*"))) and time.monotonic() < deadline:
         cache.sweep(round_.root)  # compilers without a parent may still be writing
         launched.sweep(round_.root)
         time.sleep(0.01)

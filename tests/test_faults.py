@@ -25,7 +25,7 @@ from fake_toolchain import ROOT, Stub, elf, kernels, make_kernel, render, run_as
 import fagen
 from fagen import build, cache, toolchain
 from fagen import kernels as in_memory
-from fagen.errors import CacheError, LaunchError, ToolchainError
+from fagen.errors import BuildError, CacheError, LaunchError, ToolchainError
 
 
 @pytest.fixture
@@ -353,6 +353,19 @@ def test_a_working_directory_that_goes_while_it_is_looked_at(root: Path, monkeyp
 
     monkeypatch.setattr(os, "access", remove)
     assert cache.build_dir("cuda") == root and not (root / ".tmp").exists()
+
+
+def test_a_failure_is_forgotten_when_the_kernel_is_built(root: Path, nvcc: Stub) -> None:
+    text = nvcc.path.read_text()
+    nvcc.path.write_text(text.replace("echo compiled", "echo killed; exit 1; echo", 1))
+    with pytest.raises(BuildError) as caught:
+        build.build(kernels("ab"))
+    assert caught.value.source is not None and caught.value.source.is_file()
+    nvcc.path.write_text(text)
+    build.build(kernels("a"))
+    assert [entry.directory.parent.name for entry in cache.entries()] == ["cache", "failed"]  # that of b
+    build.build(kernels("b"))
+    whole(root, nvcc, "ab")
 
 
 def test_a_listing_of_what_another_process_removes(root: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
