@@ -583,9 +583,14 @@ def _writable(root: Path) -> bool:
         except OSError:
             return False
         inner = [root / name for name in (_LOCKS, _STAGING)] if path == root else []
-        # What is not there, or has just been removed by another process, can be made.
-        return all(os.access(each, os.W_OK | os.X_OK) or not os.path.lexists(each) for each in [path, *inner])
+        return all(_may_write(each) for each in [path, *inner])
     return False
+
+
+def _may_write(directory: Path) -> bool:
+    """Whether this user can write to `directory`, or it is not there. Asked again, for the system says the same of what
+    may not be written to as of what another process has just removed, and may have made anew."""
+    return any(os.access(directory, os.W_OK | os.X_OK) or not os.path.lexists(directory) for _ in range(10))
 
 
 def _make(root: Path) -> None:

@@ -341,18 +341,27 @@ def test_a_rename_lost_to_one_that_is_gone(root: Path, nvcc: Stub, monkeypatch: 
     whole(root, nvcc, "a")
 
 
-def test_a_working_directory_that_goes_while_it_is_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends last removes `.tmp`: that does not make the cache one that cannot be written to."""
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_working_directory_that_goes_while_it_is_looked_at(
+    comes_back: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever ends last removes `.tmp`, and whoever comes next makes it: the cache can be written to all the time."""
     (root / ".tmp").mkdir(parents=True)
     access = os.access
+    asked: list[Path] = []
 
     def remove(path: Path, mode: int) -> bool:
-        if path == root / ".tmp" and path.exists():
+        if path == root / ".tmp" and not asked:
+            asked.append(path)
             path.rmdir()
+            allowed = access(path, mode)
+            if comes_back:
+                path.mkdir()
+            return allowed
         return access(path, mode)
 
     monkeypatch.setattr(os, "access", remove)
-    assert cache.build_dir("cuda") == root and not (root / ".tmp").exists()
+    assert cache.build_dir("cuda") == root and (root / ".tmp").exists() == comes_back
 
 
 def test_a_failure_is_forgotten_when_the_kernel_is_built(root: Path, nvcc: Stub) -> None:
