@@ -367,8 +367,10 @@ def staging(root: Path) -> Iterator[Path]:
     sweep(root)
     base = root / _STAGING
     for _ in range(100):
-        base.mkdir(mode=0o755, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process has just removed the empty base, or swept the new directory
+        # Another process may remove the empty base at any time, also while this one finds that it exists, and may sweep
+        # the new directory before it is locked.
+        with suppress(FileNotFoundError, FileExistsError):
+            base.mkdir(mode=0o755, exist_ok=True)
             directory = Path(tempfile.mkdtemp(prefix="build-", dir=base))
             # Held as long as this process lives, so that what a killed one left can be told from what is in use.
             alive = _acquire(directory / _STAGING_LOCK, wait=True)

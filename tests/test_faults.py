@@ -364,6 +364,25 @@ def test_a_working_directory_that_goes_while_it_is_looked_at(
     assert cache.build_dir("cuda") == root and (root / ".tmp").exists() == comes_back
 
 
+def test_a_working_directory_that_goes_while_it_is_made(
+    root: Path, nvcc: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It exists, so it is not made; and when one looks whether it is a directory, another process has removed it."""
+    make = os.mkdir
+    lost: list[str] = []
+
+    def race(path: Any, *arguments: Any, **named: Any) -> None:
+        if Path(path) == root / ".tmp" and not lost:
+            lost.append(str(path))
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        make(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "mkdir", race)
+    build.build(kernels("a"))
+    assert lost
+    whole(root, nvcc, "a")
+
+
 def test_a_failure_is_forgotten_when_the_kernel_is_built(root: Path, nvcc: Stub) -> None:
     text = nvcc.path.read_text()
     nvcc.path.write_text(text.replace("echo compiled", "echo killed; exit 1; echo", 1))
