@@ -82,7 +82,7 @@ def render(kernel: KernelPlan, target: Target = "cuda") -> str:
     Raises BuildError for a template that is missing, malformed or uses an undefined name.
     """
     try:
-        return environment().get_template("kernel.j2").render(**_context(kernel), target=target)
+        return environment().get_template("kernel.j2").render(**context(kernel), target=target)
     except jinja2.TemplateError as error:
         raise BuildError(f"{kernel.slug}: {_explain(error)}") from error
 
@@ -99,7 +99,7 @@ def _explain(error: jinja2.TemplateError) -> str:
     return f"{place}{error}"
 
 
-def _context(kernel: KernelPlan) -> dict[str, Any]:
+def context(kernel: KernelPlan) -> dict[str, Any]:
     command = ["fagen", "show", *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
     if kernel.spec.backward or kernel.spec.split_kv:  # then there are several kernels
         command += ["--kernel", kernel.kind]
