@@ -230,7 +230,7 @@ def find_nvcc() -> NvccCompiler | None:
     candidates = [
         *((home / "bin" / "nvcc",) if home else ()),
         *((Path(os.path.abspath(on_path)),) if on_path else ()),
-        *(folder / "nvcc" for folder in _package_folders("bin", "cuda_nvcc")),
+        *(folder / "nvcc" for folder in package_folders("bin", "cuda_nvcc")),
         *(toolkit / "bin" / "nvcc" for toolkit in _TOOLKITS),
     ]
     for candidate in candidates:
@@ -311,7 +311,7 @@ def _major_minor(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _package_folders(kind: str, old_name: str) -> Iterator[Path]:
+def package_folders(kind: str, old_name: str) -> Iterator[Path]:
     """Folders `kind` ("lib", "bin") of NVIDIA's pip packages: CUDA 13 and newer share one, CUDA 12 has one each."""
     for root in sys.path:
         nvidia = Path(root or ".") / "nvidia"
@@ -327,7 +327,7 @@ def _package_folders(kind: str, old_name: str) -> Iterator[Path]:
 
 def _nvrtc_libraries() -> Iterator[Path]:
     """Files that may be NVRTC, best first. A generator: what comes later is looked for only where it is needed."""
-    for folder in _package_folders("lib", "cuda_nvrtc"):
+    for folder in package_folders("lib", "cuda_nvrtc"):
         yield from _nvrtc_in(folder)
     for root in sys.path:  # some builds of PyTorch carry the library themselves
         yield from _nvrtc_in(Path(root or ".") / "torch" / "lib")

@@ -59,12 +59,21 @@ def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int]
 
 
 def serves(spec: AttentionSpec) -> bool:
-    """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others.
+    """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others."""
+    return unserved(spec) is None
 
-    Dropout draws its numbers for 16 keys at a time from multiples of 16 on, and steps of a window start where it does.
-    Few queries, for which keys are split, would leave its tiles empty; the copy engine knows of no pages.
-    """
-    return not (spec.split_kv or spec.paged or (spec.window and spec.dropout))
+
+def unserved(spec: AttentionSpec) -> str | None:
+    """Why the family has no forward for `spec`; None where it has one."""
+    if spec.split_kv:
+        return "split keys are for few queries, which would leave a tile of 128 rows nearly empty"
+    if spec.paged:
+        return "the copy engine knows of no pages"
+    if spec.window and spec.dropout:
+        return (
+            "dropout draws its numbers for 16 keys from multiples of 16 on, and steps of a window start where it does"
+        )
+    return None
 
 
 def forward_tile(spec: AttentionSpec) -> HopperTile:

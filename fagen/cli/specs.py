@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import shlex
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -14,11 +15,12 @@ from typing import Any
 
 import typer
 
-from fagen.cli.options import KERNEL_PANEL
+from fagen.cli.options import KERNEL_PANEL, ArchOption
 from fagen.errors import SpecError
 from fagen.spec import AttentionSpec, feature_names
 
 _FEATURES = "Features (off unless given)"
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]  # of typer's own click, or of the package
 
 
 def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable[..., Any]:
@@ -49,6 +51,20 @@ def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable
     run.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*flags, *own]}
     return run
+
+
+def parse(flag: str, text: str) -> tuple[list[AttentionSpec], str | None]:
+    """The specs that the flags in `text` name, and its --arch. SpecError that names `flag` where they do not."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(add_help_option=False)(_named)
+    try:
+        words = shlex.split(text)
+        named: tuple[list[AttentionSpec], str | None] = typer.main.get_command(app).main(words, standalone_mode=False)
+    except _UsageError as error:
+        raise SpecError(f"{flag} {text!r}: {error.format_message()}") from None
+    except ValueError as error:  # a SpecError too
+        raise SpecError(f"{flag} {text!r}: {error}") from None
+    return named
 
 
 def matrix(given: Mapping[str, Any]) -> list[AttentionSpec]:
@@ -151,3 +167,9 @@ def _number(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text
+
+
+@takes_specs
+def _named(specs: list[AttentionSpec], arch: ArchOption = None) -> tuple[list[AttentionSpec], str | None]:
+    """What `parse` makes of its flags."""
+    return specs, arch

@@ -1,0 +1,169 @@
+"""`fagen inspect`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fagen import build as builder
+from fagen import inspection
+from fagen.cli import output
+from fagen.cli.options import ArchOption, JobsOption, JsonOption
+from fagen.cli.specs import parse, takes_specs
+from fagen.cli.targets import plans
+from fagen.errors import SpecError
+from fagen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fagen.inspection import Comparison, Inspection, Report
+    from fagen.plan import KernelPlan
+
+_DIFF_HELP = "show only what differs from these flags, such as '--head-dim 128', or from a file of --save"
+_SAVE_HELP = "keep the reports, for a later --diff"
+_NAMES = "instructions.names."  # before the path of a single instruction
+_MOST_NAMES = 10
+
+
+@takes_specs
+def inspect(
+    specs: list[AttentionSpec],
+    arch: ArchOption = None,
+    diff: Annotated[str | None, typer.Option("--diff", metavar="'FLAGS'|FILE", help=_DIFF_HELP)] = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help=_SAVE_HELP)] = None,
+    jobs: JobsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Builds every kernel that the flags name and shows what each costs, and why."""
+    kernels = list(dict.fromkeys(plans(specs, arch)))
+    others, saved = _others(diff, arch)
+    if save is not None and not save.absolute().parent.is_dir():
+        raise SpecError(f"--save {save}: there is no folder {save.parent}")
+    every = list(dict.fromkeys([*kernels, *others]))
+    with output.progress("compiling", len(every)) as step:
+        artifacts = dict(zip(every, builder.build(every, jobs=jobs, on_done=lambda it: step(it.slug)), strict=True))
+    this = inspection.inspect(kernels, [artifacts[kernel] for kernel in kernels])
+    if save is not None:
+        inspection.save(save, this)
+    if saved is None and others:
+        saved = list(inspection.inspect(others, [artifacts[kernel] for kernel in others]).reports)
+    comparison = None if saved is None else inspection.compare(saved, this.reports)
+    if as_json:
+        output.emit(describe(this, comparison))
+    elif comparison is not None:
+        print("\n".join(difference_lines(comparison)))
+    else:
+        print("\n\n".join("\n".join(lines(report)) for report in this.reports))
+    if not as_json:
+        for note in this.notes:
+            output.note(note)
+
+
+def _others(diff: str | None, arch: str | None) -> tuple[list[KernelPlan], list[Report] | None]:
+    """What to compare with: kernels of other flags, or reports of a file."""
+    if diff is None:
+        return [], None
+    if not diff.lstrip().startswith("-"):
+        return [], inspection.read(Path(diff))
+    specs, other_arch = parse("--diff", diff)
+    return list(dict.fromkeys(plans(specs, other_arch or arch))), None
+
+
+def describe(found: Inspection, comparison: Comparison | None) -> dict[str, Any]:
+    """The document of `--json`."""
+    document: dict[str, Any] = {"kernels": list(found.reports), "notes": list(found.notes)}
+    if comparison is not None:
+        document["diff"] = dataclasses.asdict(comparison)
+    return document
+
+
+def lines(report: Report) -> list[str]:
+    """One kernel for people."""
+    rows = list(_rows(report))
+    width = max(len(name) for name, _ in rows)
+    return [report["slug"], *(f"  {name:{width}}  {text}" for name, text in rows)]
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str]]:
+    yield "template", f"{report['template']}, of the {report['family']} family"
+    if report["fallback"] is not None:
+        yield "", f"the family of {report['arch']} does not have it: {report['fallback']}"
+    yield "tile", report["tile_text"]
+    yield "threads", f"{report['threads']} a block"
+    shared = report["shared_memory"]
+    if report["registers"] is not None:
+        yield "registers", f"{report['registers']} a thread"
+        stores, loads = output.size(report["spill_stores"]), output.size(report["spill_loads"])
+        yield "spills", f"{stores} stored, {loads} loaded" if report["spill_stores"] + report["spill_loads"] else "none"
+        yield "stack", output.size(report["stack"])
+        yield "shared", f"{output.size(shared['dynamic'])} dynamic, {output.size(shared['static'])} static, a block"
+    else:
+        yield "shared", f"{output.size(shared['dynamic'])} dynamic a block"
+    resident = report["occupancy"]
+    if resident is not None:
+        blocks = f"{resident['blocks']} block{'' if resident['blocks'] == 1 else 's'}"
+        warps = f"{resident['warps']} of {resident['most_warps']} warps"
+        yield "occupancy", f"{blocks} a multiprocessor, {warps}; limited by {' and '.join(resident['limits'])}"
+    mix = report["instructions"]
+    if mix is not None:
+        yield "code", f"{mix['total']} instructions, those of loops counted once"
+        for name, count in mix["classes"].items():
+            of_class = _of_class(name, mix["names"])
+            yield "", f"{count:>6}  {name}{f'  ({of_class})' if of_class else ''}"
+    yield "compiler", f"{report['compiler']}, {output.size(report['size'])}"
+    yield "source", output.short(Path(report["directory"]) / "kernel.cu")
+
+
+def _of_class(name: str, names: dict[str, int]) -> str:
+    """The three most frequent instructions of a class."""
+    from fagen.disassembly import by_class
+
+    chosen = [(each, count) for each, count in names.items() if name in by_class({each: count})]
+    more = ", ..." if len(chosen) > 3 else ""
+    return ", ".join(f"{each} {count}" for each, count in chosen[:3]) + more
+
+
+def difference_lines(comparison: Comparison) -> list[str]:
+    """What differs, for people."""
+    said: list[str] = []
+    for one in comparison.differences:
+        said.append(one.this if one.other == one.this else f"{one.other} -> {one.this}")
+        shown, left_out = _most_changed(one.changes)
+        width = max(map(len, shown), default=0)
+        said += [f"  {path.removeprefix(_NAMES):{width}}  {_change(*values)}" for path, values in shown.items()]
+        if left_out:
+            said.append(f"  and {left_out} more instructions, which --json names")
+    said += [f"{slug}: only there" for slug in comparison.only_other]
+    said += [f"{slug}: only here" for slug in comparison.only_this]
+    return said or ["no difference"]
+
+
+def _most_changed(changes: dict[str, tuple[Any, Any]]) -> tuple[dict[str, tuple[Any, Any]], int]:
+    """`changes` with those single instructions that changed most, behind all others; and how many that leaves out."""
+    names = [path for path in changes if path.startswith(_NAMES)]
+    names.sort(key=lambda path: -abs(changes[path][1] - changes[path][0]) if _are_numbers(*changes[path]) else 0)
+    kept = [path for path in changes if not path.startswith(_NAMES)] + names[:_MOST_NAMES]
+    return {path: changes[path] for path in kept}, len(names[_MOST_NAMES:])
+
+
+def _change(before: Any, after: Any) -> str:
+    text = f"{_text(before)} -> {_text(after)}"
+    if _are_numbers(before, after):
+        text += f"  ({after - before:+})"
+    return text
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

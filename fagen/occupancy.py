@@ -1,0 +1,62 @@
+"""How many blocks of a kernel a multiprocessor holds at once, and what keeps it from holding more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fagen.arch import KIB, Arch
+
+_LANES = 32
+_REGISTERS = 65536
+_REGISTER_UNIT = 256  # registers are given to a warp in steps of this many
+_SCHEDULERS = 4  # each with a quarter of the registers; the warps of a block are spread over all
+_SHARED_UNIT = 128  # bytes
+_SHARED_OF_SYSTEM = KIB  # a block
+
+# CUDA programming guide, technical specifications by compute capability: warps and blocks that a multiprocessor holds,
+# and its shared memory in KiB.
+_MULTIPROCESSORS = {
+    (8, 0): (64, 32, 164),
+    (8, 6): (48, 16, 100),
+    (8, 7): (48, 16, 164),
+    (8, 9): (48, 24, 100),
+    (9, 0): (64, 32, 228),
+    (10, 0): (64, 32, 228),
+    (12, 0): (48, 24, 100),
+}
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """blocks, warps: that a multiprocessor holds at once. most_warps: that it could hold. limits: what keeps it from
+    holding another block, of "registers", "shared memory", "warps" and "blocks"."""
+
+    blocks: int
+    warps: int
+    most_warps: int
+    limits: tuple[str, ...]
+
+
+def occupancy(arch: Arch, *, registers: int, shared: int, threads: int) -> Occupancy:
+    """The occupancy of a kernel with `registers` a thread, and `threads` and `shared` bytes, of both kinds, a block.
+
+    The rules are those of the driver's cuOccupancyMaxActiveBlocksPerMultiprocessor, where shared memory has the largest
+    share of the L1 cache that it can have.
+    """
+    most_warps, most_blocks, shared_kib = _MULTIPROCESSORS[arch.capability]
+    warps = -(-threads // _LANES)
+    spread = -(-warps // _SCHEDULERS) * _SCHEDULERS
+    a_warp = _up(registers * _LANES, _REGISTER_UNIT)
+    bounds = {
+        "registers": _REGISTERS // _SCHEDULERS // a_warp * _SCHEDULERS // warps if a_warp * spread <= _REGISTERS else 0,
+        "shared memory": shared_kib * KIB // _up(shared + _SHARED_OF_SYSTEM, _SHARED_UNIT),
+        "warps": most_warps // warps,
+        "blocks": most_blocks,
+    }
+    blocks = min(bounds.values())
+    limits = tuple(name for name, bound in bounds.items() if bound == blocks)
+    return Occupancy(blocks, blocks * warps, most_warps, limits)
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
