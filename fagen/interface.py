@@ -286,7 +286,8 @@ def flash_attn_with_kvcache(
     cache_batch_idx: int32 (B,): which entry of contiguous caches is that of each query; default its own.
     cache_leftpad: int32 (B,): the first row of each entry that is a key; cache_seqlens counts those before it too.
     num_splits: parts of the keys; 0 is what keeps the card busy.
-    The others as in `flash_attn_func`. Nothing is read back to the host, and there are no gradients.
+    The others as in `flash_attn_func`. Nothing is read back to the host, so room for new keys is not checked: on a GPU
+    a full cache is an error of the device. There are no gradients.
 
     Returns o (B, Sq, Hq, Dv); with return_softmax_lse (o, softmax_lse), (B, Hq, Sq).
 
@@ -306,8 +307,21 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, Tensor):
         used = cache_seqlens.contiguous()
     elif cache_seqlens is not None:
+        if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int):
+            raise SpecError(f"cache_seqlens={cache_seqlens!r}; expected an integer or int32 ({batch},) on {device}")
         used = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    # All of it before the caches are written to.
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise SpecError("rotary_cos and rotary_sin go together: pass both, or neither")
+    # What the host can check, before the caches are written to.
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise SpecError(f"k_cache is {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}: equal but for the last")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (batch, None if k is None else k.shape[1], *cache.shape[2:])
+        if new is not None and (tuple(new.shape) != wanted or (new.dtype, new.device) != (cache.dtype, cache.device)):
+            raise SpecError(
+                f"{name} is {new.dtype} {tuple(new.shape)} on {new.device}; "
+                f"{name}_cache wants {cache.dtype} {wanted} on {cache.device}"
+            )
     per_entry = {"cache_seqlens": used, "cache_leftpad": cache_leftpad, "cache_batch_idx": cache_batch_idx}
     for name, value in per_entry.items():
         check_of_entries(name, value, batch, device)

@@ -107,7 +107,7 @@ def _example_alibi(call: CallContext) -> torch.Tensor:
     """Slopes (Hq,) of the ALiBi paper for a power of two heads: a geometric sequence from 2^(-8/Hq) on."""
     import torch
 
-    exponents = torch.arange(1, call.heads_q + 1, dtype=torch.float32) * (-8.0 / call.heads_q)
+    exponents = torch.arange(1, call.heads_q + 1, dtype=torch.float32, device="cpu") * (-8.0 / call.heads_q)
     return exponents.exp2().to(call.device)
 
 

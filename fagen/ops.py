@@ -187,8 +187,8 @@ class Attention:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), with spec.varlen, for packed sequences: q (Tq, Hq, D), k and v
         (Tk, Hk, ...). Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and likewise of k and v; rows of
         no sequence are left out, and those of o and lse are not written. Nothing is read back to the host.
-        seqused_k: int32 (B,), with spec.varlen or spec.split_kv: how many keys of each sequence count, the first ones;
-        default all.
+        seqused_k: int32 (B,), with spec.varlen or spec.split_kv: how many keys of each sequence count, the first ones,
+        no more than there are; default all.
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; without them Tq and Tk, which costs time.
         block_table: int32 (B, pages), with spec.paged: k and v are then (pages of all, size of a page, Hk, ...), the
         size a power of two from 16 on, and the keys of entry b from i * size on lie in page block_table[b, i]. Entries
@@ -263,7 +263,7 @@ class Attention:
                 tensors += tuple([tensor for tensor in packed.tensors if isinstance(tensor, torch.Tensor)])
                 values += (*[tensor is None for tensor in packed.tensors], max_seqlen_q, max_seqlen_k)
         if num_splits is not None:
-            values += (num_splits,)
+            values += (num_splits, num_splits.__class__)  # True == 1, but is no number of parts
         call = self._recent.find(values, q, k, v, *tensors)
         if call is None:
             key = (*map(_described, (q, k, v, *tensors)), *values)
@@ -452,7 +452,7 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(o, lse, stats), without autograd; stats with spec.backward only."""
         q, k, v = aligned("q", q), aligned("k", k), aligned("v", v)
-        o, lse, stats = self._lookup(q, k, v, values).forward(q, k, v, values.tensors(), state, False)
+        o, lse, stats = self._lookup(q, k, v, values).forward(q, k, v, values.tensors(), state, False, traced=True)
         assert lse is not None
         return o, lse, stats
 

@@ -140,11 +140,12 @@ class Call:
         poison: bool,
         want_lse: bool = True,
         want_stats: bool = True,
+        traced: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """(o, lse, stats) of tensors that fit; what is not wanted is None, as are stats without spec.backward.
 
         `tensors` are the values of modifications that are tensors, in order. `poison` fills what is returned with NaN
-        before the launch.
+        before the launch. `traced`: the call is one of a compiled graph, which may be captured later.
         """
         o = torch.empty_like(q) if self._o_is_like_q else self._new_o()  # the first takes less time
         lse = self._new_lse() if want_lse else None
@@ -160,7 +161,7 @@ class Call:
         elif self._launch is not None:
             outputs: tuple[torch.Tensor | None, ...] = (o, lse, stats) if self._three_outputs else (o, lse)
             if self._counts_tiles:
-                outputs += (zero_counter(self.device),)
+                outputs += (zero_counter(self.device, own=traced),)
             if self._extra_names:
                 self._launch(q, k, v, *outputs, *self._extras(tensors, state))
             else:
@@ -257,7 +258,9 @@ class Call:
         """How many query heads' tiles lie side by side; `columns`: of keys and values together."""
         sizes = self._sizes
         m_tiles = -(-sizes.seqlen_q // tile.tile_m)
-        end = (torch.arange(m_tiles, 0, -1) * tile.tile_m).clamp(max=sizes.seqlen_q) + (sizes.seqlen_k - sizes.seqlen_q)
+        end = (torch.arange(m_tiles, 0, -1, device="cpu") * tile.tile_m).clamp(max=sizes.seqlen_q) + (
+            sizes.seqlen_k - sizes.seqlen_q
+        )
         begin = torch.zeros_like(end)
         if "window_left" in self._fields:
             begin = (end - tile.tile_m - self._fields["window_left"]).clamp(min=0)
@@ -284,11 +287,19 @@ class Call:
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}
 
 
-def zero_counter(device: torch.device) -> torch.Tensor:
-    """int32 (1,): 0 when the next launch on the current stream begins, if every launch with it leaves 0."""
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # a graph may run beside the stream
+def zero_counter(device: torch.device, own: bool = False) -> torch.Tensor:
+    """int32 (1,): 0 when the next launch on the current stream begins, if every launch with it leaves 0.
+
+    `own`: of the launch alone. So it is under capture, for a graph may run beside the stream; and where graphs are made
+    of compiled code, memory of their pools must not be kept.
+    """
+    if (
+        own
+        or device.type == "cpu"
+        or device.index != torch.cuda.current_device()  # whose stream may be under capture, too
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return torch.zeros(1, dtype=torch.int32, device=device)
-    assert device.index is not None
     key = (device.index, current_stream(device.index))
     counter = _COUNTERS.get(key)
     if counter is None:

@@ -7,6 +7,11 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
+
+# Machines are busy at times, and no test is about time.
+settings.register_profile("fagen", deadline=None)
+settings.load_profile("fagen")
 
 CACHE = pytest.StashKey[str]()
 

@@ -49,6 +49,27 @@ def test_groups_are_as_small_as_that_allows() -> None:
     assert heads_a_group([1] * 8, 64, 1, 2**20, 1) == 32  # two groups rather than 25, 25 and 14
 
 
+def test_a_default_device_of_torch_does_not_matter() -> None:
+    """Compiled code of PyTorch runs under one; the order of tiles is made on the host."""
+    attention = fagen.load(AttentionSpec(head_dim=64, causal=True), arch="sm90a", emulate=True)
+    q = torch.randn(1, 70, 2, 64).bfloat16()
+    with torch.device("meta"):
+        o = attention(q, q, q)
+    assert compare_o(o, reference.attention(q, q, q, causal=True)[0], OUTPUT_BUDGET["bf16"]).passed
+
+
+@pytest.mark.gpu
+def test_compiled_into_graphs_of_pytorch() -> None:
+    """Inductor's own CUDA graphs, which let no tensor of their pools live on."""
+    attention = fagen.load(AttentionSpec(head_dim=128, causal=True))
+    compiled = torch.compile(lambda q, k, v: attention(q * 1, k, v) + 1, mode="reduce-overhead", fullgraph=True)
+    q, k, v = (torch.randn(1, 512, 8, 128, device="cuda").bfloat16() for _ in range(3))
+    expected = attention(q, k, v) + 1
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(compiled(q, k, v), expected)
+
+
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_tiles_that_see_nothing_between_others(monkeypatch: pytest.MonkeyPatch, head_dim: int, seed: int) -> None:

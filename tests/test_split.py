@@ -178,6 +178,10 @@ def test_values_that_mean_nothing(change: dict[str, Any], message: str) -> None:
 def test_not_without_the_feature_nor_with_some() -> None:
     with pytest.raises(SpecError, match=r"num_splits is given, but .*split_kv=True"):
         fagen.load(AttentionSpec(head_dim=64), emulate=True)(*inputs(1, 20), num_splits=2)
+    attention = fagen.load(SPEC, emulate=True)
+    attention(*inputs(1, 20), num_splits=1)
+    with pytest.raises(SpecError, match="num_splits=True must be"):  # also behind a call with what equals it
+        attention(*inputs(1, 20), num_splits=True)
     with pytest.raises(SpecError, match=r"block_table is given, but .*paged=True"):
         fagen.load(SPEC, emulate=True)(*inputs(1, 20), block_table=torch.zeros(3, 1, dtype=torch.int32))
     with pytest.raises(SpecError, match="paged=True needs split_kv=True, for few queries, or varlen=True"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fagen
-from fagen import reference
+from fagen import prepared, reference
 from fagen.check import GRADIENT_BUDGET, OUTPUT_BUDGET, compare_gradient, compare_lse, compare_o
 from fagen.errors import SpecError
 from fagen.spec import AttentionSpec
@@ -57,6 +57,30 @@ def test_each_sequence_as_if_it_were_alone(hopper: bool, features: tuple[str, ..
     each = [alone(*(x[None] for x in part), return_lse=True, **values) for part in parts]
     assert torch.equal(o, torch.cat([o[0] for o, _ in each]))
     assert torch.equal(lse, torch.cat([lse[0] for _, lse in each], 1))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_count_of_tiles_ends_at_0(causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that take one tile, several, or none: one counter serves call after call, packed and dense."""
+    counter = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(prepared, "zero_counter", lambda *_, **__: counter)
+    packed_attention, dense = (
+        fagen.load(AttentionSpec(head_dim=head_dim, causal=causal, varlen=varlen), arch="sm90a", emulate=True)
+        for varlen in (True, False)
+    )
+    for lengths in ([3, 0, 0], [0, 0], [200, 0, 150, 1], [500]):
+        q = torch.randn(sum(lengths), 2, head_dim).bfloat16()
+        begins = cumulative(lengths)
+        o = packed_attention(q, q, q, cu_seqlens_q=begins, cu_seqlens_k=begins, _poison=True)
+        assert counter == 0
+        if sum(lengths):
+            expected, _ = reference.packed(q, q, q, begins, begins, causal=causal)
+            assert compare_o(o, expected, OUTPUT_BUDGET["bf16"]).passed
+            o = dense(q[None], q[None], q[None], _poison=True)
+            assert counter == 0
+            expected, _ = reference.attention(q[None], q[None], q[None], causal=causal)
+            assert compare_o(o, expected, OUTPUT_BUDGET["bf16"]).passed
 
 
 @pytest.mark.parametrize("device", DEVICES)

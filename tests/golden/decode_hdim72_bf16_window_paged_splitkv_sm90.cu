@@ -207,7 +207,7 @@ __device__ __forceinline__ void grid_allow_next() {
 }
 
 // ==== kernel ====
-// One block computes o and lse of TILE_M queries of one head. It walks over the keys that they see in tiles of TILE_N,
+// One block computes o and lse of TILE_M queries of the heads that share a head of k and v. It walks over the keys that they see in tiles of TILE_N,
 // from the last to the first, with a running softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 
 // >>> common/params.cuh.j2
@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // Of the rows of k and v the keys are those from leftpad on.
     const int leftpad = params.leftpad_k ? ld_global_b32(params.leftpad_k + batch) : 0;
     const int used = params.seqused_k ? ld_global_b32(params.seqused_k + batch) : params.seqlen_k;
-    const int seqlen_k = max(0, used - leftpad);
+    const int seqlen_k = max(0, min(used, params.seqlen_k) - leftpad);
     const int m0 = m_tile * TILE_M;
     const int offset = seqlen_k - params.seqlen_q;  // query i stands at key position i + offset
 

@@ -700,6 +700,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
         if (more) release(K_empty, K_count);
     };
 
+    mbarrier_wait(Q_full, 0);
+    u32 first_steps = 0;
+    if (lane == 0) first_steps = ld_shared_b32(work_smem + 8);
+    if (uniform(first_steps) == 0) return;  // more blocks than tiles, and here is no Q to read
     await_tile();
     wgmma_hold(S_rmem[0]);
     if (more) multiply_scores();
