@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fagen import disassembly
 from fagen.arch import sm90
@@ -19,12 +19,15 @@ from fagen.errors import SpecError, ToolchainError
 from fagen.occupancy import occupancy
 from fagen.plan import KernelPlan
 
+if TYPE_CHECKING:
+    from fagen.banks import Line
+
 Report = dict[str, Any]
 
 _FORMAT = 1
 _NAMES = ("kind", "slug", "arch")  # strings that each report has
-_NOT_COMPARED = frozenset({"kind", "slug", "digest", "directory", "tile_text"})
-_INSTRUCTIONS = "instructions"
+_NOT_COMPARED = frozenset({"kind", "slug", "digest", "directory", "tile_text", "bank_lines"})
+_COUNTED = ("instructions", "banks")  # null where nothing could count them
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,13 @@ class Comparison:
     only_this: tuple[str, ...]
 
 
-def inspect(kernels: Sequence[KernelPlan], artifacts: Sequence[Artifact]) -> Inspection:
-    """Reports of built kernels. Runs the disassembler where there is one."""
+def inspect(
+    kernels: Sequence[KernelPlan],
+    artifacts: Sequence[Artifact],
+    accesses: Mapping[KernelPlan, Sequence[Line]] | None = None,
+) -> Inspection:
+    """Reports of built kernels, with the `accesses` that `banks.count` has found. Runs the disassembler where there is
+    one."""
     notes: list[str] = []
     disassembler = disassembly.find()
     if disassembler is None:
@@ -72,7 +80,7 @@ def inspect(kernels: Sequence[KernelPlan], artifacts: Sequence[Artifact]) -> Ins
                 instructions = disassembler.instructions(artifact.binary)
             except ToolchainError as error:
                 notes.append(f"no instruction mix of {kernel.slug}: {error}")
-        reports.append(report(kernel, artifact, instructions))
+        reports.append(report(kernel, artifact, instructions) | _of_banks((accesses or {}).get(kernel)))
     if any(kernel.arch.ptx_only for kernel in kernels):
         notes.append("PTX has no registers, spills and instructions yet: the driver compiles it where it runs")
     return Inspection(tuple(reports), tuple(notes))
@@ -117,6 +125,17 @@ def report(kernel: KernelPlan, artifact: Artifact, instructions: dict[str, int] 
     }
 
 
+def _of_banks(lines: Sequence[Line] | None) -> Report:
+    """Sums of the accesses of shared memory, and those lines that have conflicts."""
+    if lines is None:
+        return {"banks": None, "bank_lines": []}
+    names = ("accesses", "wavefronts", "conflicts")
+    return {
+        "banks": {name: sum(getattr(line, name) for line in lines) for name in names},
+        "bank_lines": [{**dataclasses.asdict(line), "conflicts": line.conflicts} for line in lines if line.conflicts],
+    }
+
+
 def fallback(kernel: KernelPlan) -> str | None:
     """Why a kernel is not of the family that its architecture has of its own; None where it is."""
     if kernel.family == kernel.arch.family:
@@ -146,15 +165,15 @@ def compare(other: Sequence[Report], this: Sequence[Report]) -> Comparison:
 
 
 def _changes(other: Report, this: Report) -> dict[str, tuple[Any, Any]]:
-    """What differs. Instructions are compared where both have them; one that a kernel lacks counts 0."""
-    both = isinstance(other.get(_INSTRUCTIONS), dict) and isinstance(this.get(_INSTRUCTIONS), dict)
+    """What differs. What is counted is compared where both have counts; an instruction that a kernel lacks counts 0."""
+    lacking = [name for name in _COUNTED if not all(isinstance(each.get(name), dict) for each in (other, this))]
     before, after = _flat(other), _flat(this)
     changes = {}
     for path in dict.fromkeys([*after, *before]):
-        counted = path.partition(".")[0] == _INSTRUCTIONS
-        absent = 0 if counted else None
+        name = path.partition(".")[0]
+        absent = 0 if name in _COUNTED else None
         values = before.get(path, absent), after.get(path, absent)
-        if values[0] != values[1] and (both or not counted):
+        if values[0] != values[1] and name not in lacking:
             changes[path] = values
     return changes
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from emulator import assemble, compile_kernel, launch
 from fake_toolchain import Stub
 from test_cli import Fagen, command, cuda_compiler, run  # noqa: F401
 
-from fagen import build, disassembly, inspection, toolchain
-from fagen.arch import KIB, resolve, sm90
+from fagen import banks, build, disassembly, inspection, toolchain
+from fagen.arch import KIB, resolve, sm80, sm90
 from fagen.cli.inspect import lines
 from fagen.cli.specs import parse
 from fagen.disassembly import Disassembler, by_class
+from fagen.emulator import EmulatedKernel
 from fagen.errors import SpecError, ToolchainError
 from fagen.occupancy import _MULTIPROCESSORS, Occupancy, occupancy
 from fagen.plan import plan
+from fagen.render import environment
 from fagen.spec import AttentionSpec
 
 CUDA_INCLUDES = (Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include")))
@@ -292,6 +297,67 @@ def test_what_is_no_saved_run(tmp_path: Path, text: str | None, message: str) ->
         path.write_text(text)
     with pytest.raises(SpecError, match=message):
         inspection.read(path)
+
+
+# Bank conflicts
+
+
+def test_bank_conflicts_that_are_known(tmp_path: Path) -> None:
+    """Each line of conflicts.cu says what a warp does there; 2 warps of 3 blocks do it, on any number of threads."""
+    head, mark, rest = assemble("conflicts").partition("// ==== kernel ====\n")
+    counting = environment().get_template("emulate/banks.hpp.j2").render(kernel={"primitives": sm80.PRIMITIVES})
+    source = head + counting + mark + rest
+    library = compile_kernel("conflicts", tmp_path / "conflicts", source=source)
+    said = {
+        number: [6 * int(word) for word in text.split("// BANKS ")[1].split()]
+        for number, text in enumerate(source.split("\n"), 1)
+        if re.search(r"// BANKS \d", text)
+    }
+    kernel = EmulatedKernel(library, "conflicts")
+    for seed in (0, 1):
+        launch(kernel, torch.zeros(1), grid=3, threads=64, smem_bytes=8192, seed=seed)
+        found = banks.counts(library, source.count("\n"))
+        assert {number: numbers for number, (_, *numbers) in found.items()} == said
+    assert found[min(found)][0] == "st_shared_b128" and len(said) == 14
+    assert banks.counts(library, source.count("\n")) == {}
+
+
+@pytest.mark.parametrize(
+    ("features", "arch"),
+    [
+        ({"causal": True, "softcap": True}, "sm80"),
+        ({"backward": True}, "sm80"),
+        ({"split_kv": True}, "sm80"),
+        ({}, "sm90a"),
+    ],
+)
+def test_tiles_are_laid_out_without_conflicts(features: dict[str, bool], arch: str) -> None:
+    variant = AttentionSpec(head_dim=64, **features), resolve(arch)
+    found = banks.count(*variant)
+    assert tuple(found) == plan(*variant)
+    for kernel, counted in found.items():
+        assert counted or kernel.kind == "bwd_delta"  # which has no shared memory
+        matrices = [line for line in counted if "matrix_x4" in line.primitive]
+        assert matrices or kernel.kind in ("bwd_delta", "bwd_convert", "combine")
+        assert all(line.conflicts == 0 and line.wavefronts == 4 * line.accesses for line in matrices)
+
+
+def test_inspect_emulated(inspect: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ("inspect", "--head-dim", "16", "--arch", "sm80")
+    outcome = inspect(*line, "--emulate")
+    assert outcome.code == 0, outcome.err
+    assert "accesses of shared memory by warps" in outcome.out and "no unwritten word read" in outcome.out
+    assert inspect(*line, "--json").document["kernels"][0]["banks"] is None
+    some = [banks.Line("a.cuh", number, "ld_shared_b32", 10, 10 + number, 10) for number in range(9, -1, -1)]
+    monkeypatch.setattr(banks, "count", lambda spec, arch: {plan(spec, arch)[0]: tuple(some)})
+    outcome = inspect(*line, "--emulate")
+    assert "100 accesses of shared memory by warps, 145 wavefronts, 45 of them for conflicts" in outcome.out
+    assert "9  at a.cuh:9, ld_shared_b32, 10 accesses" in outcome.out and "at 3 more lines" in outcome.out
+    monkeypatch.setattr(
+        banks, "count", lambda spec, arch: {plan(spec, arch)[0]: tuple(some[: 9 if spec.causal else 10])}
+    )
+    outcome = inspect(*line, "--causal", "--emulate", "--diff", "--head-dim 16")
+    assert "banks.accesses    100 -> 90  (-10)" in outcome.out and "banks.conflicts" not in outcome.out
 
 
 # The command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,20 +14,25 @@ from fagen import inspection
 from fagen.cli import output
 from fagen.cli.options import ArchOption, JobsOption, JsonOption
 from fagen.cli.specs import parse, takes_specs
-from fagen.cli.targets import plans
+from fagen.cli.targets import resolve_archs
 from fagen.errors import SpecError
+from fagen.plan import plan
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from fagen.arch import Arch
+    from fagen.banks import Line
     from fagen.inspection import Comparison, Inspection, Report
     from fagen.plan import KernelPlan
 
 _DIFF_HELP = "show only what differs from these flags, such as '--head-dim 128', or from a file of --save"
 _SAVE_HELP = "keep the reports, for a later --diff"
+_EMULATE_HELP = "also run each kernel once on the CPU, and count the bank conflicts of shared memory"
 _NAMES = "instructions.names."  # before the path of a single instruction
 _MOST_NAMES = 10
+_MOST_LINES = 6
 
 
 @takes_specs
@@ -35,22 +41,29 @@ def inspect(
     arch: ArchOption = None,
     diff: Annotated[str | None, typer.Option("--diff", metavar="'FLAGS'|FILE", help=_DIFF_HELP)] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help=_SAVE_HELP)] = None,
+    emulate: Annotated[bool, typer.Option("--emulate", help=_EMULATE_HELP)] = False,
     jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Builds every kernel that the flags name and shows what each costs, and why."""
-    kernels = list(dict.fromkeys(plans(specs, arch)))
+    wanted = _variants(specs, arch)
     others, saved = _others(diff, arch)
     if save is not None and not save.absolute().parent.is_dir():
         raise SpecError(f"--save {save}: there is no folder {save.parent}")
-    every = list(dict.fromkeys([*kernels, *others]))
+    plans_of = {one: plan(*one) for one in [*wanted, *others]}
+    kernels, other_kernels = (
+        list(dict.fromkeys(kernel for one in some for kernel in plans_of[one])) for some in (wanted, others)
+    )
+    every = list(dict.fromkeys([*kernels, *other_kernels]))
     with output.progress("compiling", len(every)) as step:
         artifacts = dict(zip(every, builder.build(every, jobs=jobs, on_done=lambda it: step(it.slug)), strict=True))
-    this = inspection.inspect(kernels, [artifacts[kernel] for kernel in kernels])
+    accesses = _accesses(list(plans_of)) if emulate else {}
+    this = inspection.inspect(kernels, [artifacts[kernel] for kernel in kernels], accesses)
     if save is not None:
         inspection.save(save, this)
     if saved is None and others:
-        saved = list(inspection.inspect(others, [artifacts[kernel] for kernel in others]).reports)
+        found = inspection.inspect(other_kernels, [artifacts[kernel] for kernel in other_kernels], accesses)
+        saved = list(found.reports)
     comparison = None if saved is None else inspection.compare(saved, this.reports)
     if as_json:
         output.emit(describe(this, comparison))
@@ -63,14 +76,30 @@ def inspect(
             output.note(note)
 
 
-def _others(diff: str | None, arch: str | None) -> tuple[list[KernelPlan], list[Report] | None]:
-    """What to compare with: kernels of other flags, or reports of a file."""
+def _variants(specs: Sequence[AttentionSpec], arch: str | None) -> list[tuple[AttentionSpec, Arch]]:
+    return list(itertools.product(specs, resolve_archs(arch)))
+
+
+def _others(diff: str | None, arch: str | None) -> tuple[list[tuple[AttentionSpec, Arch]], list[Report] | None]:
+    """What to compare with: other flags' kernels, or reports of a file."""
     if diff is None:
         return [], None
     if not diff.lstrip().startswith("-"):
         return [], inspection.read(Path(diff))
     specs, other_arch = parse("--diff", diff)
-    return list(dict.fromkeys(plans(specs, other_arch or arch))), None
+    return _variants(specs, other_arch or arch), None
+
+
+def _accesses(variants: Sequence[tuple[AttentionSpec, Arch]]) -> dict[KernelPlan, tuple[Line, ...]]:
+    """Runs all kernels emulated, with their accesses of shared memory counted."""
+    from fagen import banks  # which computes
+
+    found: dict[KernelPlan, tuple[Line, ...]] = {}
+    with output.progress("emulating", len(variants)) as step:
+        for spec, arch in variants:
+            found |= banks.count(spec, arch)
+            step(spec.slug)
+    return found
 
 
 def describe(found: Inspection, comparison: Comparison | None) -> dict[str, Any]:
@@ -108,6 +137,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         blocks = f"{resident['blocks']} block{'' if resident['blocks'] == 1 else 's'}"
         warps = f"{resident['warps']} of {resident['most_warps']} warps"
         yield "occupancy", f"{blocks} a multiprocessor, {warps}; limited by {' and '.join(resident['limits'])}"
+    yield from _bank_rows(report)
     mix = report["instructions"]
     if mix is not None:
         yield "code", f"{mix['total']} instructions, those of loops counted once"
@@ -116,6 +146,20 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             yield "", f"{count:>6}  {name}{f'  ({of_class})' if of_class else ''}"
     yield "compiler", f"{report['compiler']}, {output.size(report['size'])}"
     yield "source", output.short(Path(report["directory"]) / "kernel.cu")
+
+
+def _bank_rows(report: Report) -> Iterator[tuple[str, str]]:
+    counts = report["banks"]
+    if counts is None:
+        return
+    sums = f"{counts['accesses']} accesses of shared memory by warps, {counts['wavefronts']} wavefronts"
+    yield "banks", f"{sums}, {counts['conflicts'] or 'none'} of them for conflicts; no unwritten word read"
+    for line in report["bank_lines"][:_MOST_LINES]:
+        place = f"{line['template']}:{line['number']}"
+        yield "", f"{line['conflicts']:>6}  at {place}, {line['primitive']}, {line['accesses']} accesses"
+    left_out = len(report["bank_lines"][_MOST_LINES:])
+    if left_out:
+        yield "", f"        and at {left_out} more lines, which --json names"
 
 
 def _of_class(name: str, names: dict[str, int]) -> str:
