@@ -28,7 +28,7 @@ _CLASSES = (
     ("stores to shared memory", r"STS|STSM|ATOMS"),
     ("spills and stack", r"LDL|STL"),
     ("special functions", r"MUFU"),
-    ("conversions", r"F2F|F2FP|F2I|I2F|I2FP|F2IP|FRND"),
+    ("conversions", r"U?(?:F2F|F2FP|F2I|I2F|I2FP|F2IP|FRND)"),
     ("float arithmetic", r"F(?:ADD|MUL|FMA|MNMX|SEL|SETP|SET|CHK|SWZADD)\w*|H(?:ADD|MUL|FMA|MNMX|SET|SETP)2\w*"),
     ("between lanes", r"SHFL|VOTE|VOTEU|MATCH|REDUX|CREDUX|ELECT"),
     (

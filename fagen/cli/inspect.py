@@ -50,6 +50,8 @@ def inspect(
     others, saved = _others(diff, arch)
     if save is not None and not save.absolute().parent.is_dir():
         raise SpecError(f"--save {save}: there is no folder {save.parent}")
+    if save is not None and save.is_dir():
+        raise SpecError(f"--save {save}: is a folder, not a file")
     plans_of = {one: plan(*one) for one in [*wanted, *others]}
     kernels, other_kernels = (
         list(dict.fromkeys(kernel for one in some for kernel in plans_of[one])) for some in (wanted, others)
