@@ -27,6 +27,7 @@ from fagen.call import (
     strides,
     strides_by_head,
 )
+from fagen.errors import SpecError
 from fagen.kernels import Kernel, Launch
 from fagen.launch import current_stream
 from fagen.schedule import heads_a_group, splits
@@ -38,6 +39,7 @@ try:
 except ImportError:  # not in every PyTorch to come: then `Recent` finds nothing
     TensorGuards = None  # type: ignore[assignment, misc]
 
+MOST_ROWS = 2**31 - 1  # of calls with split_kv
 MOST_DECODE_ROWS = 32  # query rows of a head of k and v up to which the kernel for few rows is the faster one
 MOST = 256  # prepared calls that are kept, and backwards of each
 _EMULATED_MULTIPROCESSORS = 3
@@ -245,6 +247,10 @@ class Call:
             at_once = multiprocessors(self.device) * tile.blocks_per_sm
             parts = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
         rows = sizes.batch * sizes.heads_q * sizes.seqlen_q
+        if rows > MOST_ROWS:
+            raise SpecError(
+                f"{rows} rows of q over all batch entries and heads; at most {MOST_ROWS} are served at once"
+            )
         fields = self._fields | {"splits": parts, "rows": rows}
         outputs = ("o", "lse", "o_partial")
         attend = Launch(forward, tiles * parts, fields, ("q", "k", "v", *outputs, *self._extra_names))

@@ -175,6 +175,12 @@ def test_values_that_mean_nothing(change: dict[str, Any], message: str) -> None:
         fagen.load(SPEC, emulate=True)(*inputs(1, 20), **change)
 
 
+def test_more_rows_than_are_counted() -> None:
+    q, k = (torch.zeros(64).bfloat16().expand(2**16, 1, heads, 64) for heads in (2**15, 1))
+    with pytest.raises(SpecError, match=r"2147483648 rows of q .*; at most 2147483647"):
+        fagen.load(SPEC, emulate=True)(q, k, k)
+
+
 def test_not_without_the_feature_nor_with_some() -> None:
     with pytest.raises(SpecError, match=r"num_splits is given, but .*split_kv=True"):
         fagen.load(AttentionSpec(head_dim=64), emulate=True)(*inputs(1, 20), num_splits=2)
