@@ -470,6 +470,8 @@ constexpr u32 V_OFFSET = K_OFFSET + STAGES * K_BYTES;
 constexpr u32 O_OFFSET = V_OFFSET + STAGES * V_BYTES;
 constexpr u32 BARRIERS_OFFSET = O_OFFSET + tile_bytes(TILE_M, HEAD_DIM_V);
 constexpr u32 WORK_OFFSET = BARRIERS_OFFSET + 8 * (2 + 4 * STAGES);
+// Where in it the words lie that are read or written by themselves.
+constexpr u32 WORK_STEPS = 8, WORK_BATCH = 32, WORK_KV_HEAD = WORK_BATCH + 4, WORK_TILES_BEFORE = WORK_BATCH + 8;
 static_assert(WORK_OFFSET % 16 == 0 && WORK_OFFSET + 48 <= 106624, "shared memory");
 
 constexpr float LN2 = 0.6931471805599453f;
@@ -532,9 +534,9 @@ __device__ __forceinline__ void tell(u32 work_smem, const Work& work, bool more)
     const u32 rows[4] = {static_cast<u32>(work.rows_q.begin), static_cast<u32>(work.rows_q.length),
                          static_cast<u32>(work.rows_k.begin), static_cast<u32>(work.rows_k.length)};
     st_shared_b128(work_smem + 16, rows);
-    st_shared_b32(work_smem + 32, work.batch);
-    st_shared_b32(work_smem + 36, work.kv_head);
-    st_shared_b32(work_smem + 40, work.tiles_before);  // for the next search
+    st_shared_b32(work_smem + WORK_BATCH, work.batch);
+    st_shared_b32(work_smem + WORK_KV_HEAD, work.kv_head);
+    st_shared_b32(work_smem + WORK_TILES_BEFORE, work.tiles_before);  // for the next search
 }
 
 __device__ __forceinline__ void hear(Work& work, u32 work_smem) {
@@ -544,8 +546,8 @@ __device__ __forceinline__ void hear(Work& work, u32 work_smem) {
     u32 rows[4];
     ld_shared_b128(rows, work_smem + 16);
     work.rows_q.begin = rows[0], work.rows_q.length = rows[1], work.rows_k.begin = rows[2], work.rows_k.length = rows[3];
-    work.batch = ld_shared_b32(work_smem + 32);
-    work.kv_head = ld_shared_b32(work_smem + 36);
+    work.batch = ld_shared_b32(work_smem + WORK_BATCH);
+    work.kv_head = ld_shared_b32(work_smem + WORK_KV_HEAD);
 }
 
 // The same for all lanes of a warp. Its first lane hears, which is the one that says later that the warp has.
@@ -592,7 +594,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
         Work work;
         work.batch = work.tiles_before = 0;
         for (int index = blockIdx.x;; ++Q_count) {
-            if (Q_count) work.batch = ld_shared_b32(work_smem + 32), work.tiles_before = ld_shared_b32(work_smem + 40);
+            if (Q_count) {
+                work.batch = ld_shared_b32(work_smem + WORK_BATCH);
+                work.tiles_before = ld_shared_b32(work_smem + WORK_TILES_BEFORE);
+            }
             const bool more = find_work(work, params, index);
             if (!more && index + 1 == static_cast<int>(gridDim.x) + work.tiles_before)
                 st_global_b32(params.tiles_taken, 0);  // nobody will ask again: for the next launch
@@ -702,7 +707,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
 
     mbarrier_wait(Q_full, 0);
     u32 first_steps = 0;
-    if (lane == 0) first_steps = ld_shared_b32(work_smem + 8);
+    if (lane == 0) first_steps = ld_shared_b32(work_smem + WORK_STEPS);
     if (uniform(first_steps) == 0) return;  // more blocks than tiles, and here is no Q to read
     await_tile();
     wgmma_hold(S_rmem[0]);

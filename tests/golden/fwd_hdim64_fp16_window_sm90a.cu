@@ -465,6 +465,8 @@ constexpr u32 V_OFFSET = K_OFFSET + STAGES * K_BYTES;
 constexpr u32 O_OFFSET = V_OFFSET + STAGES * V_BYTES;
 constexpr u32 BARRIERS_OFFSET = O_OFFSET + tile_bytes(TILE_M, HEAD_DIM_V);
 constexpr u32 WORK_OFFSET = BARRIERS_OFFSET + 8 * (2 + 4 * STAGES);
+// Where in it the words lie that are read or written by themselves.
+constexpr u32 WORK_STEPS = 8, WORK_BATCH = 16, WORK_KV_HEAD = WORK_BATCH + 4;
 static_assert(WORK_OFFSET % 16 == 0 && WORK_OFFSET + 32 <= 106608, "shared memory");
 
 constexpr float LN2 = 0.6931471805599453f;
@@ -510,16 +512,16 @@ __device__ __forceinline__ void tell(u32 work_smem, const Work& work, bool more)
     const u32 words[4] = {static_cast<u32>(work.m0), static_cast<u32>(work.key_begin),
                           static_cast<u32>(more ? work.steps : 0), static_cast<u32>(work.head)};
     st_shared_b128(work_smem, words);
-    st_shared_b32(work_smem + 16, work.batch);
-    st_shared_b32(work_smem + 20, work.kv_head);
+    st_shared_b32(work_smem + WORK_BATCH, work.batch);
+    st_shared_b32(work_smem + WORK_KV_HEAD, work.kv_head);
 }
 
 __device__ __forceinline__ void hear(Work& work, u32 work_smem) {
     u32 words[4];
     ld_shared_b128(words, work_smem);
     work.m0 = words[0], work.key_begin = words[1], work.steps = words[2], work.head = words[3];
-    work.batch = ld_shared_b32(work_smem + 16);
-    work.kv_head = ld_shared_b32(work_smem + 20);
+    work.batch = ld_shared_b32(work_smem + WORK_BATCH);
+    work.kv_head = ld_shared_b32(work_smem + WORK_KV_HEAD);
 }
 
 // The same for all lanes of a warp. Its first lane hears, which is the one that says later that the warp has.

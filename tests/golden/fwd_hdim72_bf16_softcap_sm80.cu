@@ -289,6 +289,8 @@ template <int CHUNKS>
 constexpr int WHOLE_ROWS = THREADS / CHUNKS;
 template <int CHUNKS>
 constexpr int ROUND = WHOLE_ROWS<CHUNKS> - WHOLE_ROWS<CHUNKS> % (WHOLE_ROWS<CHUNKS> >= 8 ? 8 : WHOLE_ROWS<CHUNKS> >= 4 ? 4 : 1);
+template <int ROWS, int CHUNKS>
+constexpr int ROUNDS = (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>;
 
 // Starts the copy of ROWS rows from global memory. Rows outside [first, last) and the chunks past VALID_CHUNKS become
 // zeros, and the memory they would come from is not read. `row_stride` is in elements.
@@ -299,7 +301,7 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stri
     const bool whole = first <= 0 && last >= ROWS;
     if (ROUND<CHUNKS> * CHUNKS == THREADS || first_row < ROUND<CHUNKS>) {
 #pragma unroll
-        for (int i = 0; i < (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>; ++i) {
+        for (int i = 0; i < ROUNDS<ROWS, CHUNKS>; ++i) {
             const int row = first_row + i * ROUND<CHUNKS>;
             if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
                 const bool valid = whole || (row >= first && row < last);

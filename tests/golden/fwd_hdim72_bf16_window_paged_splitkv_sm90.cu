@@ -314,6 +314,8 @@ template <int CHUNKS>
 constexpr int WHOLE_ROWS = THREADS / CHUNKS;
 template <int CHUNKS>
 constexpr int ROUND = WHOLE_ROWS<CHUNKS> - WHOLE_ROWS<CHUNKS> % (WHOLE_ROWS<CHUNKS> >= 8 ? 8 : WHOLE_ROWS<CHUNKS> >= 4 ? 4 : 1);
+template <int ROWS, int CHUNKS>
+constexpr int ROUNDS = (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>;
 
 // Starts the copy of ROWS rows from global memory. Rows outside [first, last) and the chunks past VALID_CHUNKS become
 // zeros, and the memory they would come from is not read. `row_stride` is in elements.
@@ -324,7 +326,7 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stri
     const bool whole = first <= 0 && last >= ROWS;
     if (ROUND<CHUNKS> * CHUNKS == THREADS || first_row < ROUND<CHUNKS>) {
 #pragma unroll
-        for (int i = 0; i < (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>; ++i) {
+        for (int i = 0; i < ROUNDS<ROWS, CHUNKS>; ++i) {
             const int row = first_row + i * ROUND<CHUNKS>;
             if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
                 const bool valid = whole || (row >= first && row < last);
@@ -336,11 +338,8 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stri
 }
 
 // Keys may lie in pages of 2^page_shift of them, of which `pages` has the numbers. A thread copies rows of the same places
-// in each tile, and finds their pages before it waits for anything else.
-template <int ROWS, int CHUNKS>
-constexpr int ROUNDS = (ROWS + ROUND<CHUNKS> - 1) / ROUND<CHUNKS>;
-
-// Of ROWS keys from `key` on; outside [first, last) a number may be anything, and is not read.
+// in each tile, and finds their pages before it waits for anything else: those of ROWS keys from `key` on. Outside
+// [first, last) a number may be anything, and is not read.
 template <int ROWS, int CHUNKS>
 __device__ __forceinline__ void find_pages(int (&found)[ROUNDS<ROWS, CHUNKS>], const int* pages, int page_shift, int key,
                                            int first, int last) {
