@@ -296,6 +296,12 @@ def check_of_entries(name: str, value: Any, batch: int, device: torch.device) ->
         raise SpecError(f"{name} is {value.dtype} {tuple(value.shape)} on {value.device}; {expected}")
 
 
+def check_one_place(cache_batch_idx: Any, block_table: Any) -> None:
+    """SpecError where both are given."""
+    if cache_batch_idx is not None and block_table is not None:
+        raise SpecError("cache_batch_idx and block_table exclude each other: both say where entries have their keys")
+
+
 def _check_splits(spec: AttentionSpec, num_splits: int | None) -> None:
     if num_splits is None:
         return

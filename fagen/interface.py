@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fagen import reference
-from fagen.call import DTYPES, check_of_entries, philox_state
+from fagen.call import DTYPES, check_of_entries, check_one_place, philox_state
 from fagen.errors import SpecError
 from fagen.ops import Attention
 from fagen.spec import HEAD_DIM_STEP, AttentionSpec
@@ -325,8 +325,7 @@ def flash_attn_with_kvcache(
     per_entry = {"cache_seqlens": used, "cache_leftpad": cache_leftpad, "cache_batch_idx": cache_batch_idx}
     for name, value in per_entry.items():
         check_of_entries(name, value, batch, device)
-    if cache_batch_idx is not None and block_table is not None:
-        raise SpecError("cache_batch_idx and block_table exclude each other: both say where entries have their keys")
+    check_one_place(cache_batch_idx, block_table)
     if used is None and block_table is not None:
         raise SpecError("block_table is given: pass cache_seqlens, how many keys each entry has")
     if k is not None and v is not None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fagen import kernels, target
 from fagen.arch import Arch, for_capability, resolve
 from fagen.cache import Artifact
-from fagen.call import ALIGNMENT, DTYPES, Packed, Values, aligned, check_given, philox_state
+from fagen.call import ALIGNMENT, DTYPES, Packed, Values, aligned, check_given, check_one_place, philox_state
 from fagen.errors import LaunchError, SpecError
 from fagen.kernels import Kernel
 from fagen.mods import MODS
@@ -341,10 +341,7 @@ class Attention:
             return None
         if self.spec.paged:
             check_given("paged", "seqused_k", True, seqused_k)
-            if cache_batch_idx is not None:
-                raise SpecError(
-                    "cache_batch_idx and block_table exclude each other: both say where entries have their keys"
-                )
+            check_one_place(cache_batch_idx, block_table)
         tensors = (seqused_k, block_table, leftpad_k, cache_batch_idx)
         return None if all(tensor is None for tensor in tensors) else Packed(tensors, None, None)
 

@@ -117,11 +117,12 @@ class Call:
         self._counts_tiles = False  # a launch needs a zero where its blocks count the tiles that they take
         # The third is null of a call with its keys in one part, which has neither statistics nor partial results.
         self._three_outputs = spec.backward or spec.split_kv
-        if not (sizes.trivial or spec.split_kv):
-            self._launch = self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._combine: Launch | None = None
-        if spec.split_kv and not sizes.trivial:
-            self._launch, self._combine = self._split_launches(kernels(q.device), spec.dim_v)
+        if not sizes.trivial:
+            if spec.split_kv:
+                self._launch, self._combine = self._split_launches(kernels(q.device), spec.dim_v)
+            else:
+                self._launch = self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._backwards: dict[Any, _Backward] = {}
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

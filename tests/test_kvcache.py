@@ -15,7 +15,6 @@ from fagen.errors import SpecError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [40, 0, 77]
-_ENTRIES = ("cache_seqlens", "cache_batch_idx")
 
 
 def normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
@@ -169,7 +168,8 @@ def test_token_by_token_in_pages(device: str) -> None:
         ({"cache_batch_idx": torch.zeros(3)}, r"cache_batch_idx is torch.float32 \(3,\) .*int32 \(3,\)"),
         ({"cache_leftpad": [0, 1, 2]}, r"cache_leftpad=\[0, 1, 2\]; expected int32 \(3,\)"),
         (
-            {"block_table": torch.zeros(3, 1).int()} | dict.fromkeys(_ENTRIES, torch.ones(3).int()),
+            {"block_table": torch.zeros(3, 1).int()}
+            | dict.fromkeys(("cache_seqlens", "cache_batch_idx"), torch.ones(3).int()),
             "cache_batch_idx and block_table exclude each other",
         ),
         ({"k": normal(3, 1, 2, 64)}, "k and v go together"),
