@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from fagen import render
 
 # Machines are busy at times, and no test is about time.
 settings.register_profile("fagen", deadline=None)
@@ -39,3 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the templates, which this process renders from."""
+    copy = tmp_path / "templates"
+    shutil.copytree(render.template_dir(), copy)
+    monkeypatch.setattr(render, "template_dir", lambda: copy)
+    render.environment.cache_clear()
+    yield copy
+    render.environment.cache_clear()

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import archs, specs
 
-from fagen import build, cache, render, toolchain
+from fagen import build, cache, toolchain
 from fagen.arch import Arch, resolve
 from fagen.plan import plan
 from fagen.spec import AttentionSpec
@@ -36,17 +35,6 @@ slow = settings(max_examples=50, deadline=None, suppress_health_check=[HealthChe
 @pytest.fixture(scope="module")
 def nvcc(tmp_path_factory: pytest.TempPathFactory) -> toolchain.NvccCompiler:
     return toolchain._nvcc_at(Stub(tmp_path_factory.mktemp("toolkit") / "nvcc").path, "test")
-
-
-@pytest.fixture
-def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the templates, which this process renders from."""
-    copy = tmp_path / "templates"
-    shutil.copytree(render.template_dir(), copy)
-    monkeypatch.setattr(render, "template_dir", lambda: copy)
-    render.environment.cache_clear()
-    yield copy
-    render.environment.cache_clear()
 
 
 def digests(spec: AttentionSpec, arch: Arch, compiler: toolchain.Compiler, emulate: bool = False) -> tuple[str, ...]:

@@ -8,9 +8,8 @@ import enum
 import os
 import pickle
 import re
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fagen
-from fagen import build, kernels, launch, ops, reference, render
+from fagen import build, kernels, launch, ops, reference
 from fagen.arch import resolve
 from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
 from fagen.errors import CacheError, LaunchError, SpecError
@@ -254,17 +253,6 @@ def test_without_just_in_time_compilation(fresh_cache: Path, monkeypatch: pytest
         fagen.load(AttentionSpec(head_dim=16, causal=True), arch="sm80", emulate=True)
     assert "fwd_hdim16_bf16_causal_sm80" in str(caught.value)
     assert "fagen build --head-dim 16 --causal --arch sm80 --emulate" in str(caught.value)
-
-
-@pytest.fixture
-def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the templates, which this process renders from."""
-    copy = tmp_path / "templates"
-    shutil.copytree(render.template_dir(), copy)
-    monkeypatch.setattr(render, "template_dir", lambda: copy)
-    render.environment.cache_clear()
-    yield copy
-    render.environment.cache_clear()
 
 
 def test_an_edited_template_is_the_new_code(fresh_cache: Path, templates: Path, compilations: list[str]) -> None:
