@@ -47,6 +47,26 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "memory");
 }
 
+// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads behind a
+// condition differs between lanes, and all that follows from it; here it sees no condition.
+__device__ __forceinline__ u32 ld_shared_b32_by_first_lane(u32 addr) {
+    u32 v;
+    asm volatile(
+        "{\n"
+        ".reg .pred first;\n"
+        ".reg .b32 lane, word;\n"
+        "mov.u32 lane, %%laneid;\n"
+        "setp.eq.u32 first, lane, 0;\n"
+        "mov.b32 word, 0;\n"
+        "@first ld.shared.b32 word, [%1];\n"
+        "shfl.sync.idx.b32 %0, word, 0, 31, 0xffffffff;\n"
+        "}"
+        : "=r"(v)
+        : "r"(addr)
+        : "memory");
+    return v;
+}
+
 // >>> ptx/global.cuh
 // Global memory. Every access that is not an asynchronous copy goes through these.
 
