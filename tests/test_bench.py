@@ -732,7 +732,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compile", "--forward"], "--compile, --forward, --backward or --decode"),
+        (["--compile", "--forward"], "--compile, --forward, --backward, --decode or --variants"),
         (["--forward", "--rows", "d96"], "matches none of: d64 full 16k"),
         (["--forward", "--markdown", "--json"], "exclude each other"),
         (["--forward", "--against", "fa2,fa5"], "'fa5' is none of: fa2, cudnn"),

@@ -174,7 +174,7 @@ def measure(row: Row, *, against: Sequence[Contestant], arch: str | None = None,
 def tables(report: DecodeReport) -> tuple[Table, ...]:
     """Times, and the rates that they are."""
     found = {name for result in report.results for name in result.rates}
-    names = [name for name in _columns() if name in found]
+    names = [name for name in columns() if name in found]
     attentions = [name for name in names if name != COPY]
     derived = results.shown(
         [
@@ -224,7 +224,7 @@ def markdown(report: DecodeReport, *, date: str, command: str) -> str:
     return results.markdown(report, tables(report), about, date=date, command=command)
 
 
-def _columns() -> tuple[str, ...]:
+def columns() -> tuple[str, ...]:
     """All names that a result can have, in the order of the tables."""
     return (OURS, ONE_PART, PAGED, *(contestant.name for contestant in decoders()), COPY)
 

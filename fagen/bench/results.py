@@ -127,11 +127,16 @@ class Report:
 def markdown(report: Report, tables: Sequence[Table], about: str, *, date: str, command: str) -> str:
     """A section of BENCHMARKS.md; `about` says how it was measured and what the columns mean."""
     machine = report.machine
-    parts = [
+    where = (
         f"{machine.card}, {date}, kernels for {machine.arch}, PyTorch {machine.torch}, driver for {machine.driver}: "
-        f"`{command}`",
-        about,
-    ]
+        f"`{command}`"
+    )
+    return section(where, about, tables)
+
+
+def section(where: str, about: str, tables: Sequence[Table]) -> str:
+    """Markdown: two paragraphs and the tables."""
+    parts = [where, about]
     for table in tables:
         lines = (table.header, ("---", *("---:" for _ in table.header[1:])), *table.rows)
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
 from fagen.arch import resolve
 from fagen.bench import compile as compile_bench
-from fagen.bench import contestants, plot
+from fagen.bench import contestants, documents, page, plot
 from fagen.bench import decode as decode_bench
 from fagen.bench import speed as speed_bench
-from fagen.bench.results import OURS, Rates, Report, Table
+from fagen.bench import variants as variants_bench
+from fagen.bench.compile import CompileReport
+from fagen.bench.decode import DecodeReport
+from fagen.bench.documents import Run
+from fagen.bench.results import OURS, Report, Table
+from fagen.bench.speed import SpeedReport
+from fagen.bench.variants import VariantsReport
 from fagen.cli import output
 from fagen.cli.options import JsonOption
+from fagen.cli.targets import resolve_archs
 from fagen.errors import SpecError
 
-Row = TypeVar("Row", compile_bench.Job, speed_bench.Row, decode_bench.Row)
+Row = TypeVar("Row", compile_bench.Job, speed_bench.Row, decode_bench.Row, variants_bench.Row)
+_AnyReport: TypeAlias = CompileReport | SpeedReport | DecodeReport | VariantsReport
 
 
 _AGAINST_HELP = (
@@ -41,6 +48,13 @@ def bench(
     grid: Annotated[
         bool, typer.Option("--grid", help="with --decode: batches, heads and 256 to 131072 keys, all together")
     ] = False,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="build and check one kernel after the other: cost, and error to float64")
+    ] = False,
+    saved: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="FILE", help="show what --json printed instead of measuring; can be repeated"),
+    ] = None,
     arch: Annotated[
         str | None, typer.Option("--arch", metavar="ARCH", help="target; default: sm80, on a GPU the GPU's")
     ] = None,
@@ -57,64 +71,175 @@ def bench(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="draw the speeds too: .png, .svg or .pdf")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="write a page with tables and plots, of --variants too"),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="print a section for BENCHMARKS.md")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measures one of them; medians."""
-    if compile_times + forward + backward + decode != 1:
-        raise SpecError("say what to measure: --compile, --forward, --backward or --decode")
+    """Measures one of them, or with --html any of them; medians."""
+    command = shlex.join(["fagen", *sys.argv[1:]])
+    asked = {
+        "compile": compile_times,
+        "forward": forward,
+        "backward": backward,
+        "decode": decode,
+        "variants": variants,
+    }
+    measures = [name for name, wanted in asked.items() if wanted]
+    options = {"arch": arch, "rows": rows, "repeats": repeats, "against": against, "no-flex": no_flex, "grid": grid}
+    given = [*measures, *(name for name, value in options.items() if value not in (None, False))]
+    if saved and given:
+        raise SpecError(f"--from shows what was measured before: leave out --{given[0]}")
+    if not saved:
+        _check_measures(measures, given, html, plot_file)
     if markdown and as_json:
         raise SpecError("--markdown and --json exclude each other")
-    if compile_times and against:
-        raise SpecError("--against belongs to --forward, --backward and --decode")
-    if (compile_times or decode) and (no_flex or plot_file):
-        raise SpecError("--no-flex and --plot belong to --forward and --backward")
-    if grid and not decode:
-        raise SpecError("--grid belongs to --decode")
-    command = shlex.join(["fagen", *sys.argv[1:]])
-    if compile_times:
-        _compile(arch or "sm80", rows, repeats or 5, markdown, as_json, command)
-        return
-    target = None if arch is None else _one_arch(arch)
-    names = None if against is None else [name.strip() for name in against.split(",")]
-    samples = repeats or 30
-    if decode:
-        _decode(grid, rows, names, target, samples, markdown, as_json, command)
-        return
-    chosen = _chosen(speed_bench.rows() if forward else speed_bench.backward_rows(), rows)
-    others = contestants.choose(names, flex=not no_flex)
+    if html is not None:
+        page.check(html)
     if plot_file is not None:
         plot.check(plot_file)
-    with output.progress("measuring", len(chosen)) as step:
-        report = speed_bench.run(
-            chosen, against=others, arch=target, samples=samples, on_done=lambda row: step(row.name)
-        )
-    _speed(report, markdown, as_json, command, plot_file)
-
-
-def _compile(arch: str, text: str | None, repeats: int, markdown: bool, as_json: bool, command: str) -> None:
-    chosen = _chosen(compile_bench.jobs(_one_arch(arch)), text)
-    with output.progress("measuring", (repeats + 1) * (len(chosen) + 1)) as step:
-        report = compile_bench.run(chosen, repeats=repeats, on_done=step)
-    today = date.today().isoformat()
+    if saved:
+        runs = [run for path in saved for run in documents.read(path)]
+        if plot_file is not None and sum(isinstance(run.report, SpeedReport) for run in runs) != 1:
+            raise SpecError("--plot draws one measurement of --forward or --backward")
+    else:
+        target = None if arch is None else resolve(arch).name
+        names = None if against is None else [name.strip() for name in against.split(",")]
+        # What cannot be is refused before anything is measured.
+        prepared: list[Callable[[], _AnyReport]] = []
+        for name in measures:
+            if name == "compile":
+                prepared.append(_compile(target or "sm80", rows, repeats or 5))
+            elif name == "decode":
+                prepared.append(_decode(grid, rows, names, target, repeats or 30))
+            elif name != "variants":
+                prepared.append(_speed(name == "backward", rows, names, not no_flex, target, repeats or 30))
+        if variants or html is not None:
+            # With a page they come unasked: then a name that none of them has is of other rows.
+            shown = _chosen(variants_bench.rows(), rows, may_be_none=not variants)
+            if shown:
+                prepared.append(_variants(shown, target or ("sm80" if compile_times else None)))
+        today = date.today().isoformat()
+        runs = [Run(measure(), today, command) for measure in prepared]
     if as_json:
-        rows = [_timing(timing) for timing in report.timings]
-        empty = {"name": report.empty_name, "seconds": report.empty_median, "all_seconds": report.empty}
-        output.emit(
-            {
-                "command": command,
-                "date": today,
-                "cores": report.cores,
-                "compiler": report.compiler,
-                "host_compiler": report.host_compiler,
-                "empty_file": empty,
-                "rows": rows,
-            }
+        found = [documents.of(run) for run in runs]
+        output.emit(found[0] if len(found) == 1 else {"documents": found})
+    elif markdown:
+        print("\n\n".join(_markdown(run) for run in runs))
+    else:
+        for index, run in enumerate(runs):
+            if index:
+                print()
+            _print(run.report)
+    for run in runs:
+        if plot_file is not None and isinstance(run.report, SpeedReport):
+            plot.save(run.report, plot_file, date=run.date)
+            output.note(f"drawn: {output.short(plot_file)}")
+    if html is not None:
+        page.save(runs, html)
+        output.note(f"written: {output.short(html)}")
+    _finish([run.report for run in runs])
+
+
+def _check_measures(measures: Sequence[str], given: Sequence[str], html: Path | None, plot_file: Path | None) -> None:
+    """Raises SpecError where it is not said what to measure, and for options of what is not measured."""
+    if not measures or (len(measures) > 1 and html is None):
+        raise SpecError(
+            "say what to measure: --compile, --forward, --backward, --decode or --variants; several with --html"
         )
-        return
-    if markdown:
-        print(compile_bench.markdown(report, date=today, command=command))
-        return
+    speeds = [name for name in measures if name in ("forward", "backward")]
+    if ("no-flex" in given or plot_file is not None) and not speeds:
+        raise SpecError("--no-flex and --plot belong to --forward and --backward")
+    if plot_file is not None and len(speeds) > 1:
+        raise SpecError("--plot draws one of --forward and --backward")
+    if "against" in given and not speeds and "decode" not in measures:
+        raise SpecError("--against belongs to --forward, --backward and --decode")
+    if "grid" in given and "decode" not in measures:
+        raise SpecError("--grid belongs to --decode")
+    if "repeats" in given and list(measures) == ["variants"]:
+        raise SpecError("--repeats belongs to what is timed, which --variants is not")
+
+
+def _compile(arch: str, text: str | None, repeats: int) -> Callable[[], CompileReport]:
+    chosen = _chosen(compile_bench.jobs(arch), text)
+
+    def measure() -> CompileReport:
+        with output.progress("measuring", (repeats + 1) * (len(chosen) + 1)) as step:
+            return compile_bench.run(chosen, repeats=repeats, on_done=step)
+
+    return measure
+
+
+def _speed(
+    backward: bool, text: str | None, names: list[str] | None, flex: bool, arch: str | None, samples: int
+) -> Callable[[], SpeedReport]:
+    chosen = _chosen(speed_bench.backward_rows() if backward else speed_bench.rows(), text)
+    others = contestants.choose(names, flex=flex)
+
+    def measure() -> SpeedReport:
+        with output.progress("measuring", len(chosen)) as step:
+            return speed_bench.run(
+                chosen, against=others, arch=arch, samples=samples, on_done=lambda row: step(row.name)
+            )
+
+    return measure
+
+
+def _decode(
+    grid: bool, text: str | None, names: list[str] | None, arch: str | None, samples: int
+) -> Callable[[], DecodeReport]:
+    chosen = _chosen(decode_bench.grid() if grid else decode_bench.rows(), text)
+    others = contestants.choose(names, among=contestants.decoders())
+
+    def measure() -> DecodeReport:
+        with output.progress("measuring", len(chosen)) as step:
+            return decode_bench.run(
+                chosen, against=others, arch=arch, samples=samples, on_done=lambda row: step(row.name)
+            )
+
+    return measure
+
+
+def _variants(chosen: Sequence[variants_bench.Row], arch: str | None) -> Callable[[], VariantsReport]:
+    def measure() -> VariantsReport:
+        target = resolve_archs(arch)[0].name
+        with output.progress("checking", len(chosen)) as step:
+            return variants_bench.run(chosen, arch=target, on_done=lambda row: step(row.name))
+
+    return measure
+
+
+def _markdown(run: Run) -> str:
+    report = run.report
+    if isinstance(report, CompileReport):
+        return compile_bench.markdown(report, date=run.date, command=run.command)
+    if isinstance(report, SpeedReport):
+        return speed_bench.markdown(report, date=run.date, command=run.command)
+    if isinstance(report, DecodeReport):
+        return decode_bench.markdown(report, date=run.date, command=run.command)
+    return variants_bench.markdown(report, date=run.date, command=run.command)
+
+
+def _print(report: _AnyReport) -> None:
+    if isinstance(report, CompileReport):
+        _print_compile(report)
+    elif isinstance(report, SpeedReport):
+        legend = [*speed_bench.legend(report), *speed_bench.host_line(report)]
+        _print_tables(speed_bench.tables(report), _where(report), legend)
+    elif isinstance(report, DecodeReport):
+        _print_tables(decode_bench.tables(report), _where(report), decode_bench.legend(report))
+    else:
+        where = f"{report.device}, {report.arch}"
+        _print_tables(variants_bench.tables(report), where, variants_bench.legend(report))
+
+
+def _where(report: Report) -> str:
+    return f"{report.machine.card}, {report.machine.arch}"
+
+
+def _print_compile(report: CompileReport) -> None:
     table = output.table(
         "", output.right("median s"), output.right("least"), output.right("x empty file"), output.right("goal")
     )
@@ -129,73 +254,10 @@ def _compile(arch: str, text: str | None, repeats: int, markdown: bool, as_json:
             compile_bench.goal(timing.job),
         )
     output.console().print(table)
-    output.note(f"{report.compiler}, {report.cores} cores, {repeats} timings a row in turns")
+    output.note(f"{report.compiler}, {report.cores} cores, {len(report.empty)} timings a row in turns")
 
 
-def _timing(timing: compile_bench.Timing) -> dict[str, Any]:
-    job = timing.job
-    return {
-        "name": job.name,
-        "kind": job.kind,
-        "spec": job.spec and job.spec.model_dump(mode="json"),
-        "arch": job.arch,
-        "emulated": job.emulate,
-        "warm": job.warm,
-        "seconds": timing.median,
-        "all_seconds": timing.seconds,
-        "ratio": timing.ratio,
-        "goal_seconds": job.goal,
-        "goal_ratio": job.goal_ratio,
-        "reached": timing.reached,
-    }
-
-
-def _speed(
-    report: speed_bench.SpeedReport, markdown: bool, as_json: bool, command: str, plot_file: Path | None
-) -> None:
-    today = date.today().isoformat()
-    if as_json:
-        document = _document(report, today, command)
-        document |= {"matmul_tflops": report.matmul, "rows": [_result(result) for result in report.results]}
-        output.emit(document | {"host_us": report.host_us})
-    elif markdown:
-        print(speed_bench.markdown(report, date=today, command=command))
-    else:
-        _print(report, speed_bench.tables(report), [*speed_bench.legend(report), *speed_bench.host_line(report)])
-    if plot_file is not None:
-        plot.save(report, plot_file, date=today)
-        output.note(f"drawn: {output.short(plot_file)}")
-    _finish(report)
-
-
-def _decode(
-    grid: bool,
-    text: str | None,
-    names: list[str] | None,
-    arch: str | None,
-    samples: int,
-    markdown: bool,
-    as_json: bool,
-    command: str,
-) -> None:
-    chosen = _chosen(decode_bench.grid() if grid else decode_bench.rows(), text)
-    others = contestants.choose(names, among=contestants.decoders())
-    with output.progress("measuring", len(chosen)) as step:
-        report = decode_bench.run(
-            chosen, against=others, arch=arch, samples=samples, on_done=lambda row: step(row.name)
-        )
-    today = date.today().isoformat()
-    if as_json:
-        rows = [_decode_result(result) for result in report.results]
-        output.emit(_document(report, today, command) | {"rows": rows, "smem_bytes": report.smem_bytes})
-    elif markdown:
-        print(decode_bench.markdown(report, date=today, command=command))
-    else:
-        _print(report, decode_bench.tables(report), decode_bench.legend(report))
-    _finish(report)
-
-
-def _print(report: Report, tables: Sequence[Table], legend: Sequence[str]) -> None:
+def _print_tables(tables: Sequence[Table], where: str, legend: Sequence[str]) -> None:
     for index, table in enumerate(tables):
         title, *names = (name.removeprefix(f"{OURS} ") for name in table.header)
         filled = output.table(title, *(output.right(name) for name in names))
@@ -204,78 +266,29 @@ def _print(report: Report, tables: Sequence[Table], legend: Sequence[str]) -> No
         if index:
             print()
         output.console().print(filled)
-    output.note(f"{report.machine.card}, {report.machine.arch}")
+    output.note(where)
     for line in legend:
         output.note(line)
 
 
-def _finish(report: Report) -> None:
-    """Says what failed; exit code 1 where fagen's own kernel did."""
-    for line in report.failures:
-        output.note(line)
-    if any(OURS in result.failures for result in report.results):
+def _finish(reports: Sequence[_AnyReport]) -> None:
+    """Says what failed; exit code 1 where fagen's own kernel did, or is wrong."""
+    failed = False
+    for report in reports:
+        if isinstance(report, CompileReport):
+            continue
+        for line in report.failures:
+            output.note(line)
+        if isinstance(report, VariantsReport):
+            failed |= not all(one.passed for one in report.variants)
+        else:
+            failed |= any(OURS in result.failures for result in report.results)
+    if failed:
         raise typer.Exit(1)
 
 
-def _document(report: Report, today: str, command: str) -> dict[str, Any]:
-    """What every document on speeds begins with."""
-    return {"command": command, "date": today, **asdict(report.machine)}
-
-
-def _compared(result: Rates, unit: str) -> dict[str, Any]:
-    """What a row of every document on speeds has."""
-    reference = result.row.reference
-    return {
-        unit: result.rates,
-        "to_cudnn": {name: result.to_cudnn(name) for name in result.rates},
-        "failures": result.failures,
-        "reference": reference and asdict(reference),
-        f"fa3_scaled_{unit}": result.fa3_scaled,
-        "fa3_scaled_ratio": result.fa3_scaled_ratio,
-        f"goal_{unit}": result.goal,
-        "goal_ratio": result.goal_ratio,
-        "difference": result.difference,
-        "compared_with": result.compared_with,
-    }
-
-
-def _result(result: speed_bench.Result) -> dict[str, Any]:
-    row = result.row
-    return {
-        "name": row.name,
-        "spec": row.spec.model_dump(mode="json"),
-        "batch": row.batch,
-        "heads": row.heads,
-        "seqlen": row.seqlen,
-        "flop": row.flop,
-        **_compared(result, "tflops"),
-        "matmul_tflops": result.matmul,
-        "share_of_matmul": result.share_of_matmul,
-    }
-
-
-def _decode_result(result: decode_bench.Result) -> dict[str, Any]:
-    row = result.row
-    return {
-        "name": row.name,
-        "spec": row.spec.model_dump(mode="json"),
-        "batch": row.batch,
-        "heads": row.heads,
-        "heads_k": row.heads_k,
-        "keys": row.keys,
-        "bytes": row.bytes,
-        "us": {name: result.microseconds(name) for name in result.rates if name != decode_bench.COPY},
-        **_compared(result, "tbps"),
-        "share_of_copy": result.share_of_copy,
-    }
-
-
-def _chosen(rows: Sequence[Row], text: str | None) -> list[Row]:
+def _chosen(rows: Sequence[Row], text: str | None, *, may_be_none: bool = False) -> list[Row]:
     chosen = [row for row in rows if text is None or text in row.name]
-    if not chosen:
+    if not chosen and not may_be_none:
         raise SpecError(f"--rows {text!r} matches none of: {'; '.join(row.name for row in rows)}")
     return chosen
-
-
-def _one_arch(text: str) -> str:
-    return resolve(text).name
