@@ -510,7 +510,7 @@ def test_check_of_decoding_that_stops_or_cannot_be(run: Fagen, monkeypatch: pyte
         (["build"], 2, "--head-dim"),
         (["buidl"], 2, "Did you mean 'build'"),
         (["show", "surplus", "--head-dim", "64"], 2, "surplus"),
-        (["bench"], 2, "--compile, --forward, --backward or --decode"),
+        (["bench"], 2, "--compile, --forward, --backward, --decode or --variants"),
     ],
 )
 def test_bad_input_is_one_clear_error(run: Fagen, arguments: list[str], code: int, message: str) -> None:
