@@ -187,7 +187,7 @@ def tables(report: VariantsReport) -> tuple[Table, ...]:
         errors.append((one.row.name, *cells, small(flash), worst, "right" if one.passed else "wrong"))
         for kernel in one.kernels:
             kernels.append((f"{one.row.name}, {kernel.kind}", *_cells(kernel)))
-    header = ("error", *names, "o of PyTorch's flash", "worst of its budget", "result")
+    header = ("error to float64", *names, "o of PyTorch's flash", "worst of its budget", "result")
     costs = ("kernel", "seconds", "registers", "spills, B", "shared, KiB", "size, KiB")
     return Table(header, tuple(errors)), Table(costs, tuple(kernels))
 
@@ -205,8 +205,8 @@ def _cells(kernel: Kernel) -> tuple[str, ...]:
 def legend(report: VariantsReport) -> list[str]:
     """What the columns mean, a phrase each."""
     return [
-        "error: ||x - ref|| / ||ref|| against float64 on the same rounded inputs, of lse the largest absolute error",
-        "budget: what fagen check allows, or 1.2 times what PyTorch's flash kernel loses on a GPU",
+        "||x - ref|| / ||ref|| against float64 on the same rounded inputs, of lse the largest absolute error",
+        "its budget: what fagen check allows, or 1.2 times what PyTorch's flash kernel loses on a GPU",
         f"seconds: of {report.compiler}, one kernel at a time",
     ]
 
