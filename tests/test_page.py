@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fagen.arch import resolve
 from fagen.bench import compile as compile_bench
 from fagen.bench import decode, documents, page, speed, variants
 from fagen.bench.compile import CompileReport, Job, Timing
@@ -335,6 +336,17 @@ def test_the_variants_have_every_feature() -> None:
         128,
         256,
     }
+
+
+@pytest.mark.parametrize(
+    ("arch", "cards"),
+    [("sm80", {"80", "86", "89"}), ("sm86", {"86", "89"}), ("sm90", {"90"}), ("sm90a", {"90"}), ("sm80+ptx", None)],
+)
+def test_which_card_runs_what(arch: str, cards: set[str] | None) -> None:
+    """CUDA programming guide, binary compatibility and PTX compatibility."""
+    every = {"75": (7, 5), "80": (8, 0), "86": (8, 6), "89": (8, 9), "90": (9, 0), "100": (10, 0), "120": (12, 0)}
+    expected = {*every} - {"75"} if cards is None else cards
+    assert {name for name, card in every.items() if variants.runs_on(resolve(arch), card)} == expected
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

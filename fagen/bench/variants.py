@@ -1,5 +1,5 @@
 """What variants of the kernel cost and how far they are from float64: each is compiled alone, for a GPU where there is
-a compiler for it, and checked as `fagen check` does, on the GPU if there is one, else emulated."""
+a compiler for it, and checked as `fagen check` does, on the GPU if that can run it, else emulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fagen import build, toolchain
-from fagen.arch import resolve
+from fagen.arch import Arch, resolve
 from fagen.bench.results import Table, number, percent, section, small
 from fagen.errors import FagenError, SpecError, ToolchainError
 from fagen.plan import plan
@@ -119,7 +119,8 @@ def run(chosen: Sequence[Row], *, arch: str, on_done: Callable[[Row], None] = la
     """
     import torch
 
-    emulated = not torch.cuda.is_available()
+    target = resolve(arch)
+    emulated = not (torch.cuda.is_available() and runs_on(target, torch.cuda.get_device_capability()))
     try:
         compiler: toolchain.Compiler = toolchain.find_cuda_compiler()
     except ToolchainError:
@@ -132,25 +133,35 @@ def run(chosen: Sequence[Row], *, arch: str, on_done: Callable[[Row], None] = la
     on_gpu = not isinstance(compiler, toolchain.HostCompiler)
     found = []
     for row in chosen:
-        found.append(_measure(row, arch, emulated, on_gpu))
+        found.append(_measure(row, target, emulated, on_gpu))
         on_done(row)
     return VariantsReport(
         device="CPU (emulated)" if emulated else torch.cuda.get_device_name(),
-        arch=resolve(arch).name,
+        arch=target.name,
         torch=torch.__version__,
         compiler=compiler.identity,
         variants=tuple(found),
     )
 
 
-def _measure(row: Row, arch: str, emulated: bool, on_gpu: bool) -> Variant:
+def runs_on(arch: Arch, capability: tuple[int, int]) -> bool:
+    """Whether a card of this compute capability runs what is built for `arch`: a cubin those of its major version from
+    its minor one on, one of an architecture's own instructions that alone, PTX whatever is newer."""
+    if arch.ptx_only:
+        return capability >= arch.capability
+    if arch.sm.endswith("a"):
+        return capability == arch.capability
+    return capability[0] == arch.capability[0] and capability >= arch.capability
+
+
+def _measure(row: Row, arch: Arch, emulated: bool, on_gpu: bool) -> Variant:
     from fagen import check
 
     try:
-        kernels = plan(row.spec, resolve(arch))
+        kernels = plan(row.spec, arch)
         # Again and one at a time, whatever the cache has: seconds beside each other say something only so.
         artifacts = build.build(kernels, emulate=not on_gpu, jobs=1, force=True)
-        result = check.check(row.spec, arch=arch, emulate=emulated)
+        result = check.check(row.spec, arch=arch.name, emulate=emulated)
     except FagenError as error:
         return Variant(row, failure=str(error).splitlines()[0])
     flash = {"o": result.flash_error, **result.flash_gradient_errors}

@@ -120,7 +120,7 @@ def bench(
             # With a page they come unasked: then a name that none of them has is of other rows.
             shown = _chosen(variants_bench.rows(), rows, may_be_none=not variants)
             if shown:
-                prepared.append(_variants(shown, target or ("sm80" if compile_times else None)))
+                prepared.append(_variants(shown, target))
         today = date.today().isoformat()
         runs = [Run(measure(), today, command) for measure in prepared]
     if as_json:
