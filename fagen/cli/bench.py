@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
@@ -30,6 +31,18 @@ from fagen.errors import SpecError
 
 Row = TypeVar("Row", compile_bench.Job, speed_bench.Row, decode_bench.Row, variants_bench.Row)
 _AnyReport: TypeAlias = CompileReport | SpeedReport | DecodeReport | VariantsReport
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is measured of a measurement, None where it is left to that."""
+
+    arch: str | None
+    rows: str | None
+    repeats: int | None
+    against: list[str] | None
+    flex: bool
+    grid: bool
 
 
 _AGAINST_HELP = (
@@ -105,22 +118,13 @@ def bench(
         if plot_file is not None and sum(isinstance(run.report, SpeedReport) for run in runs) != 1:
             raise SpecError("--plot draws one measurement of --forward or --backward")
     else:
-        target = None if arch is None else resolve(arch).name
         names = None if against is None else [name.strip() for name in against.split(",")]
+        chosen = _Options(None if arch is None else resolve(arch).name, rows, repeats, names, not no_flex, grid)
         # What cannot be is refused before anything is measured.
-        prepared: list[Callable[[], _AnyReport]] = []
-        for name in measures:
-            if name == "compile":
-                prepared.append(_compile(target or "sm80", rows, repeats or 5))
-            elif name == "decode":
-                prepared.append(_decode(grid, rows, names, target, repeats or 30))
-            elif name != "variants":
-                prepared.append(_speed(name == "backward", rows, names, not no_flex, target, repeats or 30))
-        if variants or html is not None:
-            # With a page they come unasked: then a name that none of them has is of other rows.
-            shown = _chosen(variants_bench.rows(), rows, may_be_none=not variants)
-            if shown:
-                prepared.append(_variants(shown, target))
+        prepared = [_prepare(name, chosen) for name in measures]
+        # With a page they come unasked, unless --rows has a name that only rows of the others have.
+        if html is not None and not variants and _chosen(variants_bench.rows(), rows, may_be_none=True):
+            prepared.append(_variants(chosen))
         today = date.today().isoformat()
         runs = [Run(measure(), today, command) for measure in prepared]
     if as_json:
@@ -162,8 +166,18 @@ def _check_measures(measures: Sequence[str], given: Sequence[str], html: Path | 
         raise SpecError("--repeats belongs to what is timed, which --variants is not")
 
 
-def _compile(arch: str, text: str | None, repeats: int) -> Callable[[], CompileReport]:
-    chosen = _chosen(compile_bench.jobs(arch), text)
+def _prepare(measure: str, options: _Options) -> Callable[[], _AnyReport]:
+    """What measures. Raises SpecError for rows and contestants that there are not."""
+    if measure == "compile":
+        return _compile(options)
+    if measure == "decode":
+        return _decode(options)
+    return _variants(options) if measure == "variants" else _speed(measure == "backward", options)
+
+
+def _compile(options: _Options) -> Callable[[], CompileReport]:
+    chosen = _chosen(compile_bench.jobs(options.arch or "sm80"), options.rows)
+    repeats = options.repeats or 5
 
     def measure() -> CompileReport:
         with output.progress("measuring", (repeats + 1) * (len(chosen) + 1)) as step:
@@ -172,41 +186,37 @@ def _compile(arch: str, text: str | None, repeats: int) -> Callable[[], CompileR
     return measure
 
 
-def _speed(
-    backward: bool, text: str | None, names: list[str] | None, flex: bool, arch: str | None, samples: int
-) -> Callable[[], SpeedReport]:
-    chosen = _chosen(speed_bench.backward_rows() if backward else speed_bench.rows(), text)
-    others = contestants.choose(names, flex=flex)
+def _speed(backward: bool, options: _Options) -> Callable[[], SpeedReport]:
+    chosen = _chosen(speed_bench.backward_rows() if backward else speed_bench.rows(), options.rows)
+    others = contestants.choose(options.against, flex=options.flex)
+    named: dict[str, Any] = {"against": others, "arch": options.arch, "samples": options.repeats or 30}
 
     def measure() -> SpeedReport:
         with output.progress("measuring", len(chosen)) as step:
-            return speed_bench.run(
-                chosen, against=others, arch=arch, samples=samples, on_done=lambda row: step(row.name)
-            )
+            return speed_bench.run(chosen, on_done=lambda row: step(row.name), **named)
 
     return measure
 
 
-def _decode(
-    grid: bool, text: str | None, names: list[str] | None, arch: str | None, samples: int
-) -> Callable[[], DecodeReport]:
-    chosen = _chosen(decode_bench.grid() if grid else decode_bench.rows(), text)
-    others = contestants.choose(names, among=contestants.decoders())
+def _decode(options: _Options) -> Callable[[], DecodeReport]:
+    chosen = _chosen(decode_bench.grid() if options.grid else decode_bench.rows(), options.rows)
+    others = contestants.choose(options.against, among=contestants.decoders())
+    named: dict[str, Any] = {"against": others, "arch": options.arch, "samples": options.repeats or 30}
 
     def measure() -> DecodeReport:
         with output.progress("measuring", len(chosen)) as step:
-            return decode_bench.run(
-                chosen, against=others, arch=arch, samples=samples, on_done=lambda row: step(row.name)
-            )
+            return decode_bench.run(chosen, on_done=lambda row: step(row.name), **named)
 
     return measure
 
 
-def _variants(chosen: Sequence[variants_bench.Row], arch: str | None) -> Callable[[], VariantsReport]:
+def _variants(options: _Options) -> Callable[[], VariantsReport]:
+    chosen = _chosen(variants_bench.rows(), options.rows)
+
     def measure() -> VariantsReport:
-        target = resolve_archs(arch)[0].name
+        arch = resolve_archs(options.arch)[0].name
         with output.progress("checking", len(chosen)) as step:
-            return variants_bench.run(chosen, arch=target, on_done=lambda row: step(row.name))
+            return variants_bench.run(chosen, arch=arch, on_done=lambda row: step(row.name))
 
     return measure
 
