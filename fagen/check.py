@@ -298,6 +298,14 @@ class Worst:
     reference: float
 
 
+def place(result: str, worst: Worst) -> str:
+    """Where the worst element of "o", "lse", "dq", "dk" or "dv" is, and what it is, for people."""
+    row = "key" if result in ("dk", "dv") else "row"
+    dim = "" if worst.dim is None else f", dim {worst.dim}"
+    where = f"batch {worst.batch}, head {worst.head}, {row} {worst.row}{dim}"
+    return f"{where}: kernel {worst.value:+.6g}, reference {worst.reference:+.6g}"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One result beside its reference. `error` and `budget`: relative norm for o and gradients, largest absolute error
@@ -528,7 +536,7 @@ def check(
 
     emulated = not torch.cuda.is_available() if emulate is None else emulate
     device = torch.device("cpu") if emulated else torch.device("cuda", torch.cuda.current_device())
-    case = _default_case(spec, emulated, batch, heads, heads_k, seqlen_q, seqlen_k, seed)
+    case = default_case(spec, emulated, batch, heads, heads_k, seqlen_q, seqlen_k, seed)
     inputs = case.inputs(device)
     attention = load(spec, arch=arch, emulate=emulated)
 
@@ -541,14 +549,13 @@ def check(
 
     expected_o, expected_lse = case.reference(inputs)
     flash = flash_error(case, inputs, expected_o)
-    budget = max(OUTPUT_BUDGET[spec.dtype], FLASH_FACTOR * (flash or 0.0))
-    result_o, result_lse = compare_o(o, expected_o, budget), compare_lse(lse, expected_lse)
+    result_o, result_lse = compare_o(o, expected_o, output_budget(spec, flash)), compare_lse(lse, expected_lse)
     gradients: dict[str, Comparison] = {}
     flash_gradients: FlashErrors = {}
     backward_seconds = None
     if spec.backward:
         gradients, flash_gradients = _check_gradients(case, attention, inputs)
-        backward_seconds = _backward_seconds(case, attention, inputs)
+        backward_seconds = seconds_of_gradients(case, attention, inputs)
     kernel = main_kernel([kernel.plan for kernel in attention.kernels(device).values()])
     return CheckResult(
         spec=spec,
@@ -577,7 +584,30 @@ def main_kernel(kernels: Sequence[KernelPlan]) -> KernelPlan:
     return next(kernel for kernel in kernels if kernel.kind == ("bwd" if kernels[0].spec.backward else "fwd"))
 
 
-def _backward_seconds(case: Case, attention: Attention, inputs: Inputs) -> float:
+def output_budget(spec: AttentionSpec, flash: float | None) -> float:
+    """What ||o - ref|| / ||ref|| may be: the dtype's budget, or what PyTorch's flash kernel loses, if more."""
+    return max(OUTPUT_BUDGET[spec.dtype], FLASH_FACTOR * (flash or 0.0))
+
+
+def judge(case: Case, attention: Attention, device: torch.device | str) -> dict[str, Comparison]:
+    """One call beside its reference: "o", "lse" and, with spec.backward, "dq", "dk" and "dv". Results are filled with
+    NaN before the launch."""
+    inputs = case.inputs(device)
+    gradients: dict[str, Comparison] = {}
+    if case.spec.backward:
+        d_o, d_lse = case.upstream(device)
+        o, lse, found = differentiate(attention, inputs, d_o, d_lse)
+        expected = case.reference_gradients(inputs, d_o, d_lse)
+        gradients = compare_gradients(case, inputs, found, expected, flash_gradient_errors(case, inputs, d_o, expected))
+    else:
+        o, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, _poison=True, **inputs.call)
+    expected_o, expected_lse = case.reference(inputs)
+    budget = output_budget(case.spec, flash_error(case, inputs, expected_o))
+    return {"o": compare_o(o, expected_o, budget), "lse": compare_lse(lse, expected_lse), **gradients}
+
+
+def seconds_of_gradients(case: Case, attention: Attention, inputs: Inputs) -> float:
+    """One backward pass, the forward's time left out: the median of several on a GPU."""
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     d_o, _ = case.upstream(inputs.q.device)
     o = attention(*leaves, **inputs.call)
@@ -614,15 +644,15 @@ def badness(result: Comparison) -> float:
     return math.inf if math.isnan(result.error) else ratio
 
 
-def _default_case(
+def default_case(
     spec: AttentionSpec,
     emulated: bool,
-    batch: int | None,
-    heads: int | None,
-    heads_k: int | None,
-    seqlen_q: int | None,
-    seqlen_k: int | None,
-    seed: int,
+    batch: int | None = None,
+    heads: int | None = None,
+    heads_k: int | None = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    seed: int = 0,
 ) -> Case:
     """The case that `check` runs: what is not given follows from what is."""
     heads, heads_k = pair_of_heads(heads, heads_k)

@@ -7,7 +7,7 @@ template text. What has lost its marks must be the file itself, or no origin is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,11 @@ from fagen.plan import KernelPlan
 # Of the private use area of Unicode: no template has them, and no filter of the templates takes them for white space.
 _OPEN, _BETWEEN, _CLOSE = "\ue000", "\ue001", "\ue002"
 _MARK = re.compile(f"{_OPEN}([^{_BETWEEN}]*){_BETWEEN}(\\d+){_CLOSE}")
+
+# kernel.cu(12) of NVRTC and nvcc, kernel.cpp:12:5 of host compilers, "line 12" of the emulator.
+_NAMED_LINE = re.compile(
+    r"\b(?P<file>kernel\.(?:cu|cpp))(?:\((?P<call>\d+)\)|:(?P<colon>\d+)(?::\d+)?)|\bline (?P<word>\d+)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,21 @@ def _line(text: str) -> Line:
     mark = _MARK.search(text)
     plain = _MARK.sub("", text)
     return Line(plain) if mark is None else Line(plain, mark[1], int(mark[2]))
+
+
+def locate(text: str, lines: Sequence[Line]) -> str:
+    """`text`, which a compiler or the emulator said of a generated file with these `lines`, with the template and the
+    line there beside each line that it names."""
+
+    def place(match: re.Match[str]) -> str:
+        number = int(match["call"] or match["colon"] or match["word"])
+        line = lines[number - 1] if 0 < number <= len(lines) else Line("")
+        if not line.template:
+            return match[0]
+        there = f"{line.template}:{line.number}"
+        return f"{match[0]} ({there})" if match["word"] else f"{there} ({match['file']}:{number})"
+
+    return _NAMED_LINE.sub(place, text)
 
 
 class _Marks(Extension):

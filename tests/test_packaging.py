@@ -127,7 +127,7 @@ def test_every_import_is_a_declared_dependency() -> None:
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 imported.add(node.module.split(".")[0])
     others = {DISTRIBUTIONS.get(name, name) for name in imported - sys.stdlib_module_names - {"fagen"}}
-    optional = {"cuda-bindings", "matplotlib", "transformers"}
+    optional = {"cuda-bindings", "matplotlib", "transformers", "watchfiles"}
     assert others - optional == declared("dependencies") - {"ninja"}  # ninja is run, not imported
     assert "cuda-bindings" in declared("cuda") and "transformers" in declared("transformers")
 

@@ -176,10 +176,9 @@ def _add(rows: Any, name: str, comparison: Comparison) -> None:
     )
     worst = comparison.worst
     if worst is not None:
-        row = "key" if name in ("dk", "dv") else "row"
-        place = f"batch {worst.batch}, head {worst.head}, {row} {worst.row}"
-        place += "" if worst.dim is None else f", dim {worst.dim}"
-        rows.add_row("  worst", f"{place}: kernel {worst.value:+.6g}, reference {worst.reference:+.6g}")
+        from fagen.check import place
+
+        rows.add_row("  worst", place(name, worst))
         rows.add_row("", f"{comparison.elementwise:.2f} of what one element may be off by")
 
 
