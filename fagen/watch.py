@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -256,7 +256,7 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fagen.watch_worker"])
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, variants, emulate), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, variants, emulate, dict(os.environ)), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -279,11 +279,12 @@ class Worker:
         self.connection.close()
 
 
-def _work(connection: Connection, variants: Sequence[Variant], emulate: bool) -> None:
+def _work(connection: Connection, variants: Sequence[Variant], emulate: bool, environment: Mapping[str, str]) -> None:
     """The process. It sends None when it is ready, is sent a Job, and sends the name of each call as it begins, ""
     behind the last, then a Verdict or an exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watching process
     signal.signal(signal.SIGTERM, _leave)
+    os.environ.update(environment)  # the process that this one is forked from has that of its own start
     os.dup2(2, 1)  # a kernel that prints does not print into results
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError, BrokenPipeError):
@@ -456,9 +457,10 @@ class Watcher:
 
 
 def rows(now: Verdict, good: Verdict | None) -> list[Row]:
-    """The errors, those costs that are not as in the last good run, and times."""
+    """The errors, unless only a part of the calls was made, those costs that are not as in the last good run, and
+    times."""
     found = []
-    for name, error in now.errors.items():
+    for name, error in now.errors.items() if now.state != "stopped" else ():
         before = good.errors[name].ratio if good is not None and name in good.errors else None
         found.append(Row(f"error of {name}", before, error.ratio, "budget"))
     if good is not None and now.reports:

@@ -182,9 +182,9 @@ def _figure(row: Row) -> str:
 
 
 def _change(row: Row) -> str:
-    if row.after is None:
+    change = math.nan if row.after is None else row.after - row.before
+    if not math.isfinite(change):
         return ""
-    change = row.after - row.before
     if row.unit == "s":
         return f" ({change / row.before:+.1%})"
     if row.unit == "budget":
