@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -215,12 +216,12 @@ class Saves:
                 return paths
 
     def _watch(self) -> None:
-        from watchfiles import watch
-
         table = case_table()
         folders = {*template_folders(), _PACKAGE, *([] if table is None else [table.parent])}
         first = True
         try:
+            from watchfiles import watch
+
             for changes in watch(
                 *sorted(folders),
                 watch_filter=lambda change, path: kind_of(Path(path)) is not None,
@@ -256,9 +257,22 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fagen.watch_worker"])
         self.connection, theirs = context.Pipe()
+        self.spent = False
         self._process = context.Process(target=_work, args=(theirs, variants, emulate, dict(os.environ)), daemon=True)
-        self._process.start()
+        # The first start makes the process that others are forked from, and Ctrl-C would stop it while it imports. What
+        # it starts before that process unblocks all signals, so that comes first.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
+
+    def submit(self, job: Job) -> None:
+        self.spent = True
+        with suppress(BrokenPipeError):  # then it has died, and whoever waits for its answer sees it
+            self.connection.send(job)
 
     def death(self) -> str:
         """How the process ended, once its end of the connection is closed."""
@@ -405,8 +419,7 @@ class Watcher:
             return Verdict(variant, "does not render", texts[0]), frozenset()
         worker = self._ready()
         saved: frozenset[Path] = frozenset()
-        with suppress(BrokenPipeError):  # then it has died, and what follows says of what
-            worker.connection.send(Job(variant, self._emulate, self._every))
+        worker.submit(Job(variant, self._emulate, self._every))
         call, deadline = "", None
         verdict: Verdict | None = None
         while verdict is None:
@@ -435,8 +448,8 @@ class Watcher:
         return verdict, saved
 
     def _renew(self) -> None:
-        """Ends the process that made a verdict; the next one gets ready while somebody edits."""
-        if self._worker is not None:
+        """Ends the process that has made a verdict; the next one gets ready while somebody edits."""
+        if self._worker is not None and self._worker.spent:
             self._worker.stop()
             self._worker = None if self._saves is None else Worker(self._variants, self._emulate)
 

@@ -70,6 +70,7 @@ def judge(job: Job, begin: Callable[[str], object]) -> Verdict:
 def _judge(job: Job, begin: Callable[[str], object], notes: list[str]) -> Verdict:
     variant, kernels, device = job.variant, job.variant.kernels, _device(job.emulate)
     emulated = device.type == "cpu"
+    name = "CPU (emulated)" if emulated else torch.cuda.get_device_name(device)
     state: State = "right"
     problem, call = "", ""
     judged: list[Error] = []
@@ -112,7 +113,7 @@ def _judge(job: Job, begin: Callable[[str], object], notes: list[str]) -> Verdic
         variant=variant,
         state=state,
         problem=problem,
-        device="CPU (emulated)" if emulated else torch.cuda.get_device_name(device),
+        device=name,
         calls=made,
         errors=_worst_of_each(judged),
         failures=tuple(error for error in judged if not error.passed),
