@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import struct
 import tempfile
@@ -31,7 +30,6 @@ import zipfile
 import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -44,6 +42,7 @@ from fagen import __version__, cache, env
 from fagen.cache import Artifact, BundledArtifact, Resources
 from fagen.driver import driver_version
 from fagen.errors import CacheError, SpecError
+from fagen.files import replacing
 
 MANIFEST = "fagen-bundle.json"
 ENTRY_POINTS = "fagen.bundles"
@@ -244,21 +243,11 @@ def _write(path: Path, parts: Sequence[_Part]) -> Bundle:
                 "build it again on one machine"
             )
     try:
-        # Beside the target, so that the rename at the end is one step.
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                if path.suffix == ".whl":
-                    _write_wheel(file, path, [chosen[name] for name in sorted(chosen)])
-                else:
-                    _write_zip(file, [chosen[name] for name in sorted(chosen)])
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        with replacing(path) as file:
+            if path.suffix == ".whl":
+                _write_wheel(file, path, [chosen[name] for name in sorted(chosen)])
+            else:
+                _write_zip(file, [chosen[name] for name in sorted(chosen)])
     except OSError as error:
         raise CacheError(f"{path} was not written: {(error.strerror or str(error)).lower()}") from error
     return Bundle(path, __version__, tuple(chosen[name].entry for name in sorted(chosen)))

@@ -4,11 +4,9 @@ and no script, and follows the reader's choice of light or dark."""
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from fagen.bench.results import OURS, Rates, Report, Table, percent
 from fagen.bench.speed import SpeedReport
 from fagen.bench.variants import VariantsReport
 from fagen.errors import FagenError, SpecError
+from fagen.files import replacing
 
 # Classes of page.css, which gives each a colour for light and for dark.
 _STYLES = {
@@ -141,18 +140,8 @@ def save(runs: Sequence[Run], path: Path) -> None:
     """Writes the page, in one step: a reader sees the old page or the new one. Raises FagenError where it cannot."""
     text = html(runs)
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        with replacing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise FagenError(f"{path} was not written: {(error.strerror or str(error)).lower()}") from error
 

@@ -30,6 +30,7 @@ from fagen.cli.targets import resolve_archs
 from fagen.errors import SpecError
 
 Row = TypeVar("Row", compile_bench.Job, speed_bench.Row, decode_bench.Row, variants_bench.Row)
+AnyRates = TypeVar("AnyRates", SpeedReport, DecodeReport)
 _AnyReport: TypeAlias = CompileReport | SpeedReport | DecodeReport | VariantsReport
 
 
@@ -188,24 +189,24 @@ def _compile(options: _Options) -> Callable[[], CompileReport]:
 
 def _speed(backward: bool, options: _Options) -> Callable[[], SpeedReport]:
     chosen = _chosen(speed_bench.backward_rows() if backward else speed_bench.rows(), options.rows)
-    others = contestants.choose(options.against, flex=options.flex)
-    named: dict[str, Any] = {"against": others, "arch": options.arch, "samples": options.repeats or 30}
-
-    def measure() -> SpeedReport:
-        with output.progress("measuring", len(chosen)) as step:
-            return speed_bench.run(chosen, on_done=lambda row: step(row.name), **named)
-
-    return measure
+    return _beside(speed_bench.run, chosen, contestants.choose(options.against, flex=options.flex), options)
 
 
 def _decode(options: _Options) -> Callable[[], DecodeReport]:
     chosen = _chosen(decode_bench.grid() if options.grid else decode_bench.rows(), options.rows)
     others = contestants.choose(options.against, among=contestants.decoders())
-    named: dict[str, Any] = {"against": others, "arch": options.arch, "samples": options.repeats or 30}
+    return _beside(decode_bench.run, chosen, others, options)
 
-    def measure() -> DecodeReport:
-        with output.progress("measuring", len(chosen)) as step:
-            return decode_bench.run(chosen, on_done=lambda row: step(row.name), **named)
+
+def _beside(
+    run: Callable[..., AnyRates], rows: Sequence[Any], others: Sequence[contestants.Contestant], options: _Options
+) -> Callable[[], AnyRates]:
+    """What times fagen beside others."""
+
+    def measure() -> AnyRates:
+        with output.progress("measuring", len(rows)) as step:
+            samples = options.repeats or 30
+            return run(rows, against=others, arch=options.arch, samples=samples, on_done=lambda row: step(row.name))
 
     return measure
 
