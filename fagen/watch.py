@@ -330,8 +330,8 @@ _Texts = tuple[str, ...]  # of the kernels of a variant, or why there are none
 
 
 class Watcher:
-    """Judges `variants` and, with `saves`, goes on to do so after each of them. `every`: with the calls of kernels that
-    have fewer features too. `limit`: seconds that one call may take before its process is stopped."""
+    """Judges `variants` and, with `saves`, goes on to do so after each of them. `every`: with all calls of the
+    table that such kernels can make. `limit`: seconds that one call may take before its process is stopped."""
 
     def __init__(
         self,

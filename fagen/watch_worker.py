@@ -27,7 +27,8 @@ from fagen.watch import Error, Job, State, Variant, Verdict, case_table
 # Features that change the shapes of a call: one with another set of them is no call of the kernel.
 _FORMS = frozenset({"varlen", "paged", "split_kv", "backward"})
 
-_ENOUGH = 12  # calls for a verdict, where the table has no more rows with just the features of the kernel
+# Calls of a verdict: at most, unless the spec itself has more rows; and where few rows have its features, at least.
+_MOST, _ENOUGH = 24, 12
 
 # Elements of o that a row of another spec is given at least, by more heads: chance rules the norm of an error over
 # fewer, and what the row has was chosen for its own head dim.
@@ -132,21 +133,28 @@ def _device(emulate: bool) -> torch.device:
 
 
 def calls(spec: AttentionSpec, emulated: bool, every: bool) -> list[Case]:
-    """The calls of the case table that this kernel can make, the smallest first: those of the rows with its features,
-    whatever their head dims and type; where these are few, the largest of the rows that lack fewest of its features;
-    with `every` of all rows that have no feature beside its own. And the call of `fagen check`."""
+    """The calls that a verdict is made of, the smallest first: the rows of the case table of this spec; of those with
+    its features, and other head dims or type, as many as take a second emulated; where these are few, some that lack
+    fewest of its features. With `every` all rows that have no feature beside its own. And the call of `fagen check`."""
     own = frozenset(spec.features)
     levels: dict[int, dict[str, Case]] = {}
+    chosen = {case.id: case for case in [check.default_case(spec, emulated)]}
     for row in _table():
         theirs = frozenset(row.spec.features)
         if theirs <= own and theirs & _FORMS == own & _FORMS and not (emulated and row.large):
             case = _as_of(spec, row)
-            levels.setdefault(len(theirs), {})[case.id] = case
-    chosen = [check.default_case(spec, emulated)]
+            (chosen if row.spec == spec else levels.setdefault(len(theirs), {}))[case.id] = case
     for shared in sorted(levels, reverse=True):
-        rows = sorted(levels[shared].values(), key=_size, reverse=True)
-        chosen += rows if every or shared == len(own) else rows[: max(0, _ENOUGH - len(chosen))]
-    return sorted({case.id: case for case in chosen}.values(), key=_size)
+        rows = sorted(levels[shared].values(), key=_size)
+        room = len(rows) if every else (_MOST if shared == len(own) else _ENOUGH) - len(chosen)
+        chosen |= {case.id: case for case in _spread(rows, room)}
+    return sorted(chosen.values(), key=_size)
+
+
+def _spread(rows: Sequence[Case], count: int) -> list[Case]:
+    """`count` of the rows, evenly, the last among them."""
+    count = max(0, min(count, len(rows)))
+    return [rows[(i + 1) * len(rows) // count - 1] for i in range(count)]
 
 
 def _as_of(spec: AttentionSpec, row: Case) -> Case:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fagen.inspection import Report
     from fagen.watch import Event, Judged, Row
 
-_ALL_HELP = "also the calls that the case table makes of kernels with fewer features"
+_ALL_HELP = "every call of the case table that such a kernel can make, also those of kernels with fewer features"
 _ONCE_HELP = "one verdict on the templates as they are; exit code 1 where a kernel is not right"
 _LIMIT_HELP = "seconds after which a call that has not ended is stopped"
 _MOST_FAILURES = 4
