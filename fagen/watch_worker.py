@@ -27,7 +27,8 @@ from fagen.watch import Error, Job, State, Variant, Verdict, case_table
 # Features that change the shapes of a call: one with another set of them is no call of the kernel.
 _FORMS = frozenset({"varlen", "paged", "split_kv", "backward"})
 
-# Calls of a verdict: at most, unless the spec itself has more rows; and where few rows have its features, at least.
+# Calls of a verdict: at most, unless the spec itself has more rows; and where few rows have its features, at least. A
+# call both ways takes four times as long, so that the latter is the most of those.
 _MOST, _ENOUGH = 24, 12
 
 # Elements of o that a row of another spec is given at least, by more heads: chance rules the norm of an error over
@@ -134,8 +135,9 @@ def _device(emulate: bool) -> torch.device:
 
 def calls(spec: AttentionSpec, emulated: bool, every: bool) -> list[Case]:
     """The calls that a verdict is made of, the smallest first: the rows of the case table of this spec; of those with
-    its features, and other head dims or type, as many as take a second emulated; where these are few, some that lack
-    fewest of its features. With `every` all rows that have no feature beside its own. And the call of `fagen check`."""
+    its features, and other head dims or type, as many as take about a second emulated; where these are few, some that
+    lack fewest of its features. With `every` all rows that have no feature beside its own. And the call of `fagen
+    check`."""
     own = frozenset(spec.features)
     levels: dict[int, dict[str, Case]] = {}
     chosen = {case.id: case for case in [check.default_case(spec, emulated)]}
@@ -146,7 +148,8 @@ def calls(spec: AttentionSpec, emulated: bool, every: bool) -> list[Case]:
             (chosen if row.spec == spec else levels.setdefault(len(theirs), {}))[case.id] = case
     for shared in sorted(levels, reverse=True):
         rows = sorted(levels[shared].values(), key=_size)
-        room = len(rows) if every else (_MOST if shared == len(own) else _ENOUGH) - len(chosen)
+        most = _MOST if shared == len(own) and not spec.backward else _ENOUGH
+        room = len(rows) if every else most - len(chosen)
         chosen |= {case.id: case for case in _spread(rows, room)}
     return sorted(chosen.values(), key=_size)
 

@@ -360,6 +360,7 @@ def test_calls_of_many_rows() -> None:
     largest = max(rows_with(), key=lambda row: row.batch * row.heads * row.seqlen_q * row.seqlen_k)
     assert places([largest]) <= places(found) <= places([check.default_case(spec, True), *rows_with()])
     assert places(calls(spec, emulated=True, every=True)) >= places(rows_with())
+    assert len(calls(AttentionSpec(head_dim=32, causal=True, backward=True), emulated=True, every=False)) == 12
 
 
 def test_another_spec_s_row_has_enough_elements() -> None:
