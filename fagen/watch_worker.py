@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 
 from fagen import build as builder
-from fagen import check, inspection, ops, origin, toolchain
+from fagen import check, env, inspection, ops, origin, toolchain
 from fagen import render as renderer
 from fagen.check import Case
 from fagen.errors import BuildError, FagenError, LaunchError, SpecError, ToolchainError, first_errors
@@ -61,6 +61,7 @@ def judge(job: Job, begin: Callable[[str], object]) -> Verdict:
 
     Raises SpecError for a bad setting and ToolchainError where no compiler is there: no template can help that.
     """
+    env.emulate_seed(), env.emulate_threads()  # bad values are errors, and not those of a call
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -98,9 +99,9 @@ def _judge(job: Job, begin: Callable[[str], object], notes: list[str]) -> Verdic
                 state = "past the budget"
         except BuildError as error:
             state, problem = "does not compile", _refusal(error, kernels)
-        except (SpecError, ToolchainError):
-            raise
         except Exception as error:
+            if isinstance(error, SpecError | ToolchainError) and not call:
+                raise
             begin("")
             state, problem = "stopped", f"{call}: {_fault(error, kernels)}" if call else _fault(error, kernels)
         try:

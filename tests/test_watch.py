@@ -23,10 +23,10 @@ import pytest
 from cases import CASES, GRADIENTS
 from test_cli import NO_TORCH, Fagen, cuda_compiler, run  # noqa: F401
 
-from fagen import check, origin, watch
+from fagen import check, origin, watch, watch_worker
 from fagen.arch import resolve
 from fagen.cli.watch import lines
-from fagen.errors import FagenError
+from fagen.errors import FagenError, SpecError
 from fagen.spec import AttentionSpec
 from fagen.watch import Error, Row, Saves, Variant, Verdict, kind_of
 from fagen.watch_worker import calls
@@ -394,6 +394,20 @@ def test_a_table_with_a_mistake_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("fagen.watch_worker.case_table", lambda: table)
     with pytest.raises(FagenError, match=r"cases\.py cannot be read: SyntaxError"):
         calls(AttentionSpec(head_dim=64), emulated=True, every=False)
+
+
+def test_a_row_that_cannot_be_called_ends_a_verdict_and_a_bad_setting_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(head_dim=16)
+    row = check.Case(spec=spec, heads=3, heads_k=2, seqlen_q=1)
+    monkeypatch.setattr("fagen.watch_worker._table", lambda: [row])
+    begun: list[str] = []
+    job = watch.Job(Variant(spec, resolve("sm80")), emulate=True, every=False)
+    found = watch_worker.judge(job, begun.append)
+    assert found.state == "stopped" and found.problem.startswith("b1h3k2-q1k64: ") and found.calls == 0
+    assert begun == ["b1h3k2-q1k64", ""]
+    monkeypatch.setenv("FAGEN_EMULATE_SEED", "first")
+    with pytest.raises(SpecError, match="FAGEN_EMULATE_SEED"):
+        watch_worker.judge(job, begun.append)
 
 
 @pytest.mark.parametrize(
