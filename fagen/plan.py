@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Literal
 
 from fagen.arch import Arch, sm80, sm90
-from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
+from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, LinearTile, SumTile, TileConfig
 from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import ROW_END
 
 Kind = Literal["fwd", "decode", "combine", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
-Tile = TileConfig | HopperTile | BackwardTile | LinearTile
+Tile = TileConfig | HopperTile | BackwardTile | HopperBackwardTile | SumTile | LinearTile
 
 
 def _input_fields(packed: bool) -> tuple[Field, ...]:
@@ -139,12 +139,18 @@ def _stats_fields(packed: bool, constant: bool) -> tuple[Field, ...]:
     return (Field("stats", ctype, "(B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null"),)
 
 
+def _statistics_fields(packed: bool) -> tuple[Field, ...]:
+    return (
+        *_stats_fields(packed, constant=True),
+        Field("delta", "const float*", "a number for each row of the statistics"),
+    )
+
+
 def _gradient_fields(packed: bool) -> tuple[Field, ...]:
     return (
         *_input_fields(packed),
         Field("d_o", "const u16*", "as o"),
-        *_stats_fields(packed, constant=True),
-        Field("delta", "const float*", "a number for each row of the statistics"),
+        *_statistics_fields(packed),
         *_row_strides(packed, "q", "k", "v", "d_o"),
         *_sizes(packed, "heads_k"),
         Field("softmax_scale", "float"),
@@ -152,17 +158,40 @@ def _gradient_fields(packed: bool) -> tuple[Field, ...]:
     )
 
 
-def _key_gradient_fields(packed: bool, *, with_sum: bool) -> tuple[Field, ...]:
-    sums: tuple[Field, ...] = ()
-    if with_sum:
-        what = "(Hq, dq_tiles, fragments)" if packed else "(B, Hq, query tiles, fragments)"
-        sums = (Field("dq_sum", "float*", f"{what}, zero before; null where dq is not wanted"),)
-        sums += (_DQ_TILES,) if packed else ()
+def _sum_fields(packed: bool) -> tuple[Field, ...]:
+    what = "(Hq, dq_tiles, fragments)" if packed else "(B, Hq, query tiles, fragments)"
     return (
-        Field("d_k", "u16*", "as k, or null"),
-        Field("d_v", "u16*", "as v, or null"),
+        Field("dq_sum", "float*", f"{what}, zero before; null where dq is not wanted"),
+        *((_DQ_TILES,) if packed else ()),
+    )
+
+
+_KEY_GRADIENTS = (Field("d_k", "u16*", "as k, or null"), Field("d_v", "u16*", "as v, or null"))
+
+
+def _key_gradient_fields(packed: bool, *, with_sum: bool) -> tuple[Field, ...]:
+    return (
+        *_KEY_GRADIENTS,
         *_row_strides(packed, "d_k", "d_v"),
-        *sums,
+        *(_sum_fields(packed) if with_sum else ()),
+    )
+
+
+def _hopper_gradient_fields(packed: bool) -> tuple[Field, ...]:
+    q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
+    return (
+        Field("q_map", "const TensorMap", f"{q}D)"),
+        Field("k_map", "const TensorMap", f"{k}D)"),
+        Field("v_map", "const TensorMap", f"{k}Dv)"),
+        Field("d_o_map", "const TensorMap", f"{q}Dv)"),
+        Field("d_k_map", "TensorMap", "of d_k, where that is not null"),
+        Field("d_v_map", "TensorMap", "of d_v, where that is not null"),
+        *_KEY_GRADIENTS,
+        *_statistics_fields(packed),
+        *_sizes(packed, "heads_k"),
+        Field("softmax_scale", "float"),
+        *(_PACKED_FIELDS if packed else ()),
+        *_sum_fields(packed),
     )
 
 
@@ -176,6 +205,7 @@ def _delta_fields(packed: bool) -> tuple[Field, ...]:
         Field("o", "const u16*", "(Tq, Hq, Dv)" if packed else "(B, Sq, Hq, Dv), strides in elements below"),
         Field("d_o", "const u16*", "likewise"),
         Field("d_lse", "const float*", f"{'(Hq, Tq)' if packed else '(B, Hq, Sq)'}, or null"),
+        *_stats_fields(packed, constant=True)[:1],
         Field("delta", "float*", "(Hq, stats_rows)" if packed else "(B, Hq, Sq padded to 128)"),
         *_row_strides(packed, "o", "d_o"),
         *(Field(f"d_lse_{dim}_stride", "i64") for dim in dims),
@@ -236,7 +266,7 @@ class KernelPlan:
     @property
     def family(self) -> str:
         """Folder of the template: on Hopper, sm80 where its own family lacks the kernel."""
-        return "sm90" if isinstance(self.tile, HopperTile) else "sm80"
+        return "sm90" if isinstance(self.tile, HopperTile | HopperBackwardTile) else "sm80"
 
     @property
     def primitives(self) -> tuple[str, ...]:
@@ -254,11 +284,15 @@ class KernelPlan:
             family = sm80.SPLIT_PRIMITIVES
         if isinstance(self.tile, HopperTile):
             family = sm90.primitives(self.spec, self.tile)
+        if isinstance(self.tile, HopperBackwardTile):
+            family = sm90.BACKWARD_PRIMITIVES
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property
     def wgmma_shapes(self) -> tuple[tuple[str, int], ...]:
-        """The products of a Hopper kernel: "ss" or "rs", where the first operand comes from, and columns."""
+        """The products of a Hopper kernel: "ss", "ss_new" or "rs", of templates/ptx/wgmma.cuh.j2, and columns."""
+        if isinstance(self.tile, HopperBackwardTile):
+            return sm90.backward_wgmma_shapes(self.spec, self.tile)
         assert isinstance(self.tile, HopperTile)
         return sm90.wgmma_shapes(self.spec, self.tile)
 
@@ -273,6 +307,11 @@ class KernelPlan:
         """Whether a tile has rows of all query heads that share a head of k and v, one position after the other: where
         the keys are split, but for dropout, whose numbers are drawn for 16 rows of a head together."""
         return self.spec.split_kv and not self.spec.dropout
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the kernel computes its scores keys by queries."""
+        return isinstance(self.tile, HopperBackwardTile)
 
     @property
     def counts_tiles(self) -> bool:
@@ -322,18 +361,20 @@ class KernelPlan:
         if isinstance(self.tile, HopperTile):
             return sm90.smem_bytes(self.spec, self.tile)
         if isinstance(self.tile, BackwardTile):
-            if self.kind == "bwd_convert":
-                return self.tile.tile_m * sm80.padded(self.spec.head_dim) * sm80.ELEMENT_BYTES
             return sm80.backward_smem_bytes(self.spec, self.tile)
+        if isinstance(self.tile, HopperBackwardTile):
+            return sm90.backward_smem_bytes(self.spec, self.tile)
+        if isinstance(self.tile, SumTile):
+            return self.tile.tile_m * sm80.padded(self.spec.head_dim) * sm80.ELEMENT_BYTES
         return 0
 
     @property
-    def dq_tile_floats(self) -> int:
-        """Words of the float32 sum of dQ that one query tile takes: common/dq_sum.cuh.j2 in Python."""
-        assert isinstance(self.tile, BackwardTile)
-        columns = self.tile.warps // self.tile.q_rows
-        steps = -(-(sm80.padded(self.spec.head_dim) // sm80.MMA_K) // columns)
-        return self.tile.tile_m // 16 * columns * 2 * steps * 128
+    def sum_tile(self) -> SumTile:
+        """How the float32 sum of dQ is kept."""
+        if isinstance(self.tile, SumTile):
+            return self.tile
+        assert isinstance(self.tile, BackwardTile | HopperBackwardTile)
+        return self.tile.sum_tile(sm80.padded(self.spec.head_dim))
 
     @cached_property
     def params(self) -> ParamStruct:
@@ -347,7 +388,9 @@ class KernelPlan:
             return ParamStruct(_COMBINE_FIELDS)
         mods = self.spec.mods
         fields = [field for mod in mods for field in mod.fields]
-        if self.kind == "bwd":
+        if isinstance(self.tile, HopperBackwardTile):
+            fields += _hopper_gradient_fields(packed)
+        elif self.kind == "bwd":
             fields += _gradient_fields(packed)
             fields += _key_gradient_fields(packed, with_sum=not self.spec.deterministic)
         elif self.kind == "bwd_dq":
@@ -386,7 +429,8 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
         specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
-        chosen["bwd"] = sm80.backward_tile(spec, arch)
+        hopper = arch.family == "sm90" and sm90.backward_unserved(spec) is None
+        chosen["bwd"] = sm90.backward_tile(spec) if hopper else sm80.backward_tile(spec, arch)
         # These know of head dims, the type and packing only, and so serve every spec that shares them.
         specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, varlen=spec.varlen, backward=True)
         if spec.deterministic:
@@ -402,7 +446,9 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
             )
     chosen |= tiles or {}
     if "bwd_convert" in specs:
-        chosen["bwd_convert"] = chosen["bwd"]
+        main = chosen["bwd"]
+        assert isinstance(main, BackwardTile | HopperBackwardTile)
+        chosen["bwd_convert"] = main.sum_tile(sm80.padded(spec.head_dim))
     kernels = tuple(KernelPlan(specs.get(kind, spec), kind, arch, tile) for kind, tile in chosen.items())
     for kernel in kernels:
         if kernel.smem_bytes > arch.smem_limit:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fagen.arch.tiles import BackwardTile, HopperTile, LinearTile, TileConfig
+from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, LinearTile, TileConfig
 from fagen.call import (
     ALIGNMENT,
     STATS_ROWS,
@@ -204,7 +204,7 @@ class Call:
             if len(self._backwards) >= MOST:
                 self._backwards.clear()
             fields = self._fields | strides("d_o", d_o) | strides_by_head("d_lse", d_lse, o.dim() - 1)
-            backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, saved, needed)
+            backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, saved, d_o, needed)
             self._backwards[key] = backward
         return backward(d_o, d_lse, Saved(q, k, v, o, stats), self._extras(tensors, state), poison)
 
@@ -217,12 +217,7 @@ class Call:
         tile = kernel.plan.tile
         if not isinstance(tile, HopperTile):
             return Launch(kernel, tiles, self._fields, ("q", "k", "v", "o", *outputs, *self._extra_names))
-        maps = {
-            f"{name}_map": TensorMap(
-                x.shape, x.stride(), rows, is_half=self._dtype == torch.float16, emulate=q.device.type == "cpu"
-            )
-            for name, x, rows in (("q", q, tile.tile_m), ("k", k, tile.tile_n), ("v", v, tile.tile_n), ("o", o, 64))
-        }
+        maps = _maps(q, {"q": (q, tile.tile_m), "k": (k, tile.tile_n), "v": (v, tile.tile_n), "o": (o, 64)})
         if kernel.plan.spec.varlen:
             tiles = packed_tiles(sizes, q, tile.tile_m) * sizes.heads_q  # no more than these
         if kernel.plan.counts_tiles:
@@ -351,6 +346,7 @@ class _Backward:
         fields: Mapping[str, Any],
         extra_names: Sequence[str],
         saved: Saved,
+        d_o: torch.Tensor,
         needed: Sequence[bool],
     ) -> None:
         need_q, need_k, need_v = self._needed = tuple(needed)
@@ -359,7 +355,7 @@ class _Backward:
         spec = kernels["fwd"].plan.spec
         delta_shape = stats_shape(spec, sizes, saved.q)[:-1]
         self._new_delta = _allocator(delta_shape, torch.float32, saved.q.device)
-        inputs = ("q", "k", "v", "d_o", "stats", "delta")
+        inputs: tuple[str, ...] = ("q", "k", "v", "d_o", "stats", "delta")
         main = kernels["bwd"]
         # What packed sequences need where no keys are read, and where in the extras it is.
         self._begins = [index for index, name in enumerate(extra_names) if name == "cu_seqlens_q"]
@@ -367,8 +363,9 @@ class _Backward:
         self._packed = bool(begins)
         self._deterministic = "bwd_dq" in kernels
         if self._packed:
-            assert isinstance(main.plan.tile, BackwardTile)
+            assert isinstance(main.plan.tile, BackwardTile | HopperBackwardTile)
             fields = {**fields, "dq_tiles": packed_tiles(sizes, saved.q, main.plan.tile.tile_m)}
+        self._hopper = isinstance(main.plan.tile, HopperBackwardTile)
         self._delta: Launch | None = None
         self._main: Launch | None = None
         self._convert: Launch | None = None
@@ -378,12 +375,20 @@ class _Backward:
         if need_q or need_k:
             rows = sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // STATS_ROWS) * STATS_ROWS
             grid = rows // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
-            self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "delta", *begins))
+            self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "stats", "delta", *begins))
         if need_k or need_v or not self._deterministic:
-            assert isinstance(main.plan.tile, BackwardTile)
-            grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // main.plan.tile.tile_n)
+            tile = main.plan.tile
+            assert isinstance(tile, BackwardTile | HopperBackwardTile)
+            grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // tile.tile_n)
             dq_sum = [] if self._deterministic else ["dq_sum"]
-            self._main = Launch(main, grid, fields, (*inputs, "d_k", "d_v", *dq_sum, *extra_names))
+            maps: dict[str, TensorMap] = {}
+            if isinstance(tile, HopperBackwardTile):
+                queries, keys = tile.tile_m, tile.tile_n
+                dk, dv = _contiguous(saved.k.shape), _contiguous(saved.v.shape)
+                boxes = {"q": (saved.q, queries), "k": (saved.k, keys), "v": (saved.v, keys), "d_o": (d_o, queries)}
+                maps = _maps(saved.q, {**boxes, "d_k": (dk, 64), "d_v": (dv, 64)})
+                inputs = (*maps, "stats", "delta")
+            self._main = Launch(main, grid, fields, (*inputs, "d_k", "d_v", *dq_sum, *extra_names), maps)
         if need_q and self._deterministic:
             kernel = kernels["bwd_dq"]
             self._dq = Launch(kernel, _query_tiles(sizes, kernel), fields, (*inputs, "d_q", *extra_names))
@@ -391,7 +396,7 @@ class _Backward:
             tiles = sum_tiles = _query_tiles(sizes, main)
             if self._packed:
                 sum_tiles = sizes.heads_q * fields["dq_tiles"]
-            self._dq_sum_floats = sum_tiles * main.plan.dq_tile_floats
+            self._dq_sum_floats = sum_tiles * main.plan.sum_tile.floats
             self._convert = Launch(kernels["bwd_convert"], tiles, fields, ("dq_sum", "d_q", *begins))
 
     def __call__(
@@ -418,10 +423,11 @@ class _Backward:
             dq_sum = torch.zeros(self._dq_sum_floats, dtype=torch.float32, device=device)
         begins = [extras[index] for index in self._begins]
         if self._delta is not None:
-            self._delta(o, d_o, d_lse, delta, *begins)
+            self._delta(o, d_o, d_lse, stats, delta, *begins)
         if self._main is not None:
             sums = () if self._deterministic else (dq_sum,)
-            self._main(q, k, v, d_o, stats, delta, dk, dv, *sums, *extras)
+            outputs = (dk, dv) if self._hopper else ()
+            self._main(q, k, v, d_o, *outputs, stats, delta, dk, dv, *sums, *extras)
         if self._convert is not None:
             self._convert(dq_sum, dq, *begins)
         if self._dq is not None:
@@ -440,6 +446,15 @@ def _query_tiles(sizes: Sizes, kernel: Kernel) -> int:
     tile = kernel.plan.tile
     assert not isinstance(tile, LinearTile)
     return sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // tile.tile_m)
+
+
+def _maps(like: torch.Tensor, boxes: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, TensorMap]:
+    """Tensor maps of `boxes`, a tensor and the rows of a box each, with the dtype and on the device of `like`."""
+    half, emulate = like.dtype == torch.float16, like.device.type == "cpu"
+    return {
+        f"{name}_map": TensorMap(x.shape, x.stride(), rows, is_half=half, emulate=emulate)
+        for name, (x, rows) in boxes.items()
+    }
 
 
 def _contiguous(shape: Sequence[int]) -> torch.Tensor:

@@ -65,12 +65,27 @@ GOLDEN_KERNELS = [
         ),
     ),
 ]
-# The backward kernels there are those of sm80.
 GOLDEN_KERNELS += [
     ("sm90a", AttentionSpec(head_dim=128, causal=True)),
     ("sm90a", AttentionSpec(head_dim=64, dtype="fp16", window=True)),
     ("sm90a", AttentionSpec(head_dim=64, varlen=True)),
     ("sm90a", AttentionSpec(head_dim=256, causal=True, softcap=True, alibi=True, dropout=True)),
+    ("sm90a", AttentionSpec(head_dim=128, causal=True, softcap=True, backward=True)),
+    (
+        "sm90a",
+        AttentionSpec(
+            head_dim=40,
+            head_dim_v=72,
+            dtype="fp16",
+            window=True,
+            softcap=True,
+            alibi=True,
+            dropout=True,
+            varlen=True,
+            backward=True,
+        ),
+    ),
+    ("sm90a", AttentionSpec(head_dim=64, backward=True)),
 ]
 GOLDENS = {kernel.slug: kernel for arch, spec in GOLDEN_KERNELS for kernel in plan(spec, resolve(arch))}
 

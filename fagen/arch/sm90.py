@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fagen.arch import resolve
-from fagen.arch.sm80 import ELEMENT_BYTES, padded
-from fagen.arch.tiles import HopperTile
+from fagen.arch.sm80 import ELEMENT_BYTES, FLOAT_BYTES, ROW_STATISTICS_BYTES, padded
+from fagen.arch.tiles import HopperBackwardTile, HopperTile
 from fagen.spec import AttentionSpec
 
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
+
+BACKWARD_PRIMITIVES = (*PRIMITIVES, "bulk")
 
 SMEM_LIMIT = resolve("sm90a").smem_limit
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
@@ -58,6 +60,25 @@ def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int]
     return tuple(sorted({scores, ("rs", padded(spec.dim_v))}))
 
 
+def backward_smem_bytes(spec: AttentionSpec, tile: HopperBackwardTile) -> int:
+    """Dynamic shared memory of the main backward, bytes: K, V, `stages` tiles of Q and dO with statistics, dS, dQ,
+    barriers."""
+    keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
+    queries = tile_bytes(tile.tile_m, spec.head_dim) + tile_bytes(tile.tile_m, spec.dim_v)
+    statistics = tile.tile_m * ROW_STATISTICS_BYTES
+    sums = tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
+    barriers = 8 * (3 + 4 * tile.stages)
+    return keys + tile.stages * (queries + statistics) + tile_bytes(tile.tile_n, tile.tile_m) + sums + barriers
+
+
+def backward_wgmma_shapes(spec: AttentionSpec, tile: HopperBackwardTile) -> tuple[tuple[str, int], ...]:
+    """The products of the main backward: S and dP, dQ; dV and dK."""
+    of_descriptors = {tile.tile_m, 16 * tile.sum_tile(padded(spec.head_dim)).q_steps}
+    of_registers = {padded(spec.dim_v), padded(spec.head_dim)}
+    shapes = {(form, n) for form in ("ss", "ss_new") for n in of_descriptors} | {("rs", n) for n in of_registers}
+    return tuple(sorted(shapes))
+
+
 def serves(spec: AttentionSpec) -> bool:
     """Whether the family has a forward for `spec`; the sm80 family, which runs on the same cards, has all others."""
     return unserved(spec) is None
@@ -100,3 +121,18 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
         return HopperTile(128, tile_n=128, stages=2, q_in_registers=not crowded, producer_registers=two)
     tile_n = 96 if widest <= 192 else 80
     return HopperTile(128, tile_n=tile_n, stages=2, q_in_registers=False, producer_registers=two)
+
+
+def backward_unserved(spec: AttentionSpec) -> str | None:
+    """Why the family has no backward for `spec`; None where it has one."""
+    if max(padded(spec.head_dim), padded(spec.dim_v)) > 128:
+        return "dK and dV of 64 keys of more than 128 columns take more registers than a warpgroup has"
+    if spec.deterministic:
+        return "the copy engine adds to dQ in no order"
+    return None
+
+
+def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
+    """The tile of the main backward kernel of `spec`."""
+    tile_m = 128 if max(padded(spec.head_dim), padded(spec.dim_v)) <= 64 else 64
+    return HopperBackwardTile(tile_m, tile_n=128, stages=2, producer_registers=24)

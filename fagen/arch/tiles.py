@@ -33,11 +33,29 @@ class TileConfig:
         return f"{self.tile_m} query rows x {self.tile_n} keys, {warps}, {stages}"
 
 
+_STEP_COLUMNS = 16  # of a product
 _REGISTERS = 65536  # of a multiprocessor, which is one block's
 
 
+class _Warpgroups:
+    """Roles of the warpgroups of a block: the first feeds the copy engine, the others compute."""
+
+    consumers: int
+    producer_registers: int
+
+    @property
+    def warps(self) -> int:
+        return 4 * (self.consumers + 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a thread of a consumer: what the producer gives up of an equal share, in steps of 8."""
+        share = _REGISTERS // (128 * (self.consumers + 1)) // 8 * 8
+        return (share * (self.consumers + 1) - self.producer_registers) // self.consumers
+
+
 @dataclass(frozen=True)
-class HopperTile:
+class HopperTile(_Warpgroups):
     """How one block of the Hopper forward works: warpgroups of 64 query rows, and one that feeds the copy engine.
 
     tile_m: query rows a tile, 64 a consumer. tile_n: keys a step. stages: buffers for K and for V. q_in_registers: Q is
@@ -51,19 +69,9 @@ class HopperTile:
     producer_registers: int
 
     @property
-    def consumers(self) -> int:
+    def consumers(self) -> int:  # type: ignore[override]
         """Warpgroups that compute."""
         return self.tile_m // 64
-
-    @property
-    def warps(self) -> int:
-        return 4 * (self.consumers + 1)
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers a thread of a consumer: what the producer gives up of an equal share, in steps of 8."""
-        share = _REGISTERS // (128 * (self.consumers + 1)) // 8 * 8
-        return (share * (self.consumers + 1) - self.producer_registers) // self.consumers
 
     def __str__(self) -> str:
         return (
@@ -89,8 +97,68 @@ class BackwardTile:
     q_rows: int
     blocks_per_sm: int
 
+    def sum_tile(self, columns: int) -> SumTile:
+        """How the sum of dQ of so many columns is kept: the warps along the columns share them."""
+        steps = columns // _STEP_COLUMNS
+        return SumTile(self.tile_m, self.warps, self.q_rows, -(-steps // (self.warps // self.q_rows)))
+
     def __str__(self) -> str:
         return f"{self.tile_n} keys x {self.tile_m} query rows, {self.warps} warps, {_stages(self.stages, 'queries')}"
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile(_Warpgroups):
+    """How one block of the Hopper backward works: warpgroups of 64 keys, and one that feeds the copy engine.
+
+    It keeps tile_n keys, 64 a consumer, and steps through tile_m queries. Of dQ a consumer has 64 rows, or 64 of up
+    to 128 columns. stages: buffers for Q and for dO. producer_registers: of each of its threads.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    producer_registers: int
+
+    @property
+    def consumers(self) -> int:  # type: ignore[override]
+        """Warpgroups that compute."""
+        return self.tile_n // 64
+
+    @property
+    def q_columns(self) -> int:
+        """Consumers that share the columns of dQ."""
+        return self.consumers * 64 // self.tile_m
+
+    def sum_tile(self, columns: int) -> SumTile:
+        """How the sum of dQ of so many columns is kept: in blocks of 64 where warpgroups share them."""
+        steps = 64 // _STEP_COLUMNS if self.q_columns > 1 else columns // _STEP_COLUMNS
+        return SumTile(self.tile_m, 4 * self.consumers, self.tile_m // 16, steps)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tile_n} keys x {self.tile_m} query rows, {self.consumers} consumer warpgroups, "
+            f"{_stages(self.stages, 'queries')}"
+        )
+
+
+@dataclass(frozen=True)
+class SumTile:
+    """How the float32 sum of dQ is kept, as the fragments of `warps` warps that add to it: q_rows of them lie along the
+    tile_m queries, the others have q_steps steps of 16 columns each."""
+
+    tile_m: int
+    warps: int
+    q_rows: int
+    q_steps: int
+    blocks_per_sm: int = 1
+
+    @property
+    def floats(self) -> int:
+        """Words of a tile."""
+        return self.tile_m // 16 // self.q_rows * 2 * self.q_steps * 4 * 32 * self.warps
+
+    def __str__(self) -> str:
+        return f"{self.tile_m} query rows, {self.warps} warps"
 
 
 @dataclass(frozen=True)

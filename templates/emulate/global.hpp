@@ -51,6 +51,18 @@ static inline void check_global(Fiber& self, const void* pointer, u32 bytes, boo
         find_range(self, address, bytes, write, line);
 }
 
+// Blocks of other OS threads add to the same words.
+static inline void atomic_add(float* ptr, float value) {
+    u32* word = reinterpret_cast<u32*>(ptr);
+    u32 seen = __atomic_load_n(word, __ATOMIC_RELAXED), sum;
+    do {
+        float old;
+        memcpy(&old, &seen, 4);
+        old += value;
+        memcpy(&sum, &old, 4);
+    } while (!__atomic_compare_exchange_n(word, &seen, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
 }  // namespace emu
 
 static inline float ld_global_f32(const void* ptr, int line = __builtin_LINE()) {

@@ -372,6 +372,14 @@ static inline float ld_shared_f32(u32 addr, int line = __builtin_LINE()) {
     return emu::from_bits(ld_shared_b32(addr, line));
 }
 
+static inline void ld_shared_f32x2(float (&v)[2], u32 addr, int line = __builtin_LINE()) {
+    memcpy(v, emu::shared_read(*emu::current, addr, 8, line), 8);
+}
+
+static inline void ld_shared_f32x4(float (&v)[4], u32 addr, int line = __builtin_LINE()) {
+    memcpy(v, emu::shared_read(*emu::current, addr, 16, line), 16);
+}
+
 static inline void ld_shared_b128(u32 (&v)[4], u32 addr, int line = __builtin_LINE()) {
     memcpy(v, emu::shared_read(*emu::current, addr, 16, line), 16);
 }

@@ -24,8 +24,9 @@ struct TensorCopy {
     u32 offset;  // of the box in shared memory
     Fiber* issuer;
     int line;
-    u32 mbarrier;     // of a load
-    u32 group, tick;  // of a store
+    u32 mbarrier;                                    // of a load
+    u32 group, tick;                                 // of a store
+    void (*put)(u8* to, const u8* from, u32 bytes);  // what a store does to global memory
 };
 
 struct Engine {
@@ -157,10 +158,12 @@ static bool land_one(Block& block) {
     return true;
 }
 
+static void put_bytes(u8* to, const u8* from, u32 bytes) { memcpy(to, from, bytes); }
+
 static void execute_store(const TensorCopy& copy) {
     Block& block = *copy.issuer->block;
     for_pieces(copy, true, [&](u32 offset, u8* to, u32 skip, u32 bytes) {
-        memcpy(to + skip, block.shared + offset + skip, bytes);
+        copy.put(to + skip, block.shared + offset + skip, bytes);
     });
 }
 
@@ -196,11 +199,9 @@ static Engine& need_engine(Block& block) {
     return *block.engine;
 }
 
-static void issue_load(Fiber& self, u32 dst, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 address,
-                       int line) {
+static void queue_load(Fiber& self, TensorCopy copy, u32 address, int line) {
     Block& block = *self.block;
     Engine& engine = need_engine(block);
-    TensorCopy copy = decode_copy(self, map, rank, at, dst, "tma_load", line);
     Mbarrier& barrier = find_mbarrier(self, address, "copies for", line);
     if (!barrier.fenced)
         fault(self, line,
@@ -214,10 +215,9 @@ static void issue_load(Fiber& self, u32 dst, const TensorMap& map, u32 rank, con
     engine.loads[engine.n_loads++] = copy;
 }
 
-static void issue_store(Fiber& self, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 src, int line) {
+static void queue_store(Fiber& self, TensorCopy copy, int line) {
     Block& block = *self.block;
     Engine& engine = need_engine(block);
-    TensorCopy copy = decode_copy(self, map, rank, at, src, "tma_store", line);
     Seen seen = {0, 0};
     // What lies outside the tensor is left out, and need not have been written.
     for_pieces(copy, true, [&](u32 offset, u8*, u32, u32 bytes) {
@@ -227,6 +227,17 @@ static void issue_store(Fiber& self, const TensorMap& map, u32 rank, const int (
     copy.group = self.bulk_group;
     copy.tick = block.tick++;
     engine.stores[engine.n_stores++] = copy;
+}
+
+static void issue_load(Fiber& self, u32 dst, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 address,
+                       int line) {
+    queue_load(self, decode_copy(self, map, rank, at, dst, "tma_load", line), address, line);
+}
+
+static void issue_store(Fiber& self, const TensorMap& map, u32 rank, const int (&at)[MOST_DIMS], u32 src, int line) {
+    TensorCopy copy = decode_copy(self, map, rank, at, src, "tma_store", line);
+    copy.put = put_bytes;
+    queue_store(self, copy, line);
 }
 
 static void wait_for_stores(Fiber& self, u32 newest) {

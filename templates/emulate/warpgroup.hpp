@@ -149,6 +149,8 @@ static inline void setmaxnreg_dec(int line = __builtin_LINE()) {
     emu::group_collective("setmaxnreg_dec", &budget, line, emu::budget_registers);
 }
 
+static inline int kept(int x) { return x; }
+
 static inline void named_barrier_sync(u32 id, u32 threads, int line = __builtin_LINE()) {
     emu::sync_named(*emu::current, id, threads, line);
 }

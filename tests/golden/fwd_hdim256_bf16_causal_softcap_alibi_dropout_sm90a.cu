@@ -40,6 +40,17 @@ __device__ __forceinline__ float ld_shared_f32(u32 addr) {
     return v;
 }
 
+__device__ __forceinline__ void ld_shared_f32x2(float (&v)[2], u32 addr) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(addr) : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_f32x4(float (&v)[4], u32 addr) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(addr)
+                 : "memory");
+}
+
 __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -47,8 +58,8 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "memory");
 }
 
-// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads behind a
-// condition differs between lanes, and all that follows from it; here it sees no condition.
+// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads
+// behind a condition differs between lanes, and all that follows from it; here it sees no condition.
 __device__ __forceinline__ u32 ld_shared_b32_by_first_lane(u32 addr) {
     u32 v;
     asm volatile(
@@ -223,6 +234,13 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
+// No instruction: `x`, of which the compiler does not see where it comes from. What it has from the number of a thread
+// it would rather read anew wherever it is used than keep, and reading that takes a hundred cycles.
+__device__ __forceinline__ int kept(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Barrier `id` (1 to 15; 0 is that of __syncthreads) of `threads` threads, whole warps: those that sync wait for all.
 __device__ __forceinline__ void named_barrier_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -246,7 +264,7 @@ __device__ __forceinline__ void stmatrix_x4(u32 addr, const u32 (&r)[4]) {
 // Asynchronous products of a warpgroup, four warps: d = a b, or d += a b, for a 64x16 a, a 16xN b and float32
 // accumulators. Warp w holds rows 16 w to 16 w + 15 in the order of mma.m16n8k16: d[j] is the fragment of columns 8 j to
 // 8 j + 7. a comes from registers (rs) or, like b, from shared memory by a descriptor (ss): K-major, or MN-major where
-// TRANS is 1. Registers of a product in flight must be left alone until a wait.
+// TRANS is 1; ss_new is d = a b, whatever d has had. Registers of a product in flight must be left alone until a wait.
 
 // Orders the warpgroup's earlier accesses to registers before the products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
