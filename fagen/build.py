@@ -180,6 +180,15 @@ def find_or_build(kernels: Sequence[KernelPlan], *, emulate: bool = False) -> li
     return [found[index] if index in found else next(built) for index in range(len(kernels))]
 
 
+def are_found(kernels: Sequence[KernelPlan]) -> bool:
+    """Whether `find_or_build` has nothing to build of `kernels`."""
+    try:
+        compiler = toolchain.find_cuda_compiler()
+    except ToolchainError:
+        compiler = None
+    return all(_find(kernel, compiler, emulate=False) is not None for kernel in kernels)
+
+
 def _find(kernel: KernelPlan, compiler: toolchain.Compiler | None, emulate: bool) -> Artifact | None:
     """What is built of `kernel`: in the cache by `compiler`, or without one by any, or in a bundle."""
     if compiler is None:

@@ -12,6 +12,7 @@
 | `TORCH_CUDA_ARCH_LIST` | default architecture after `FAGEN_ARCH` | PyTorch's syntax, such as `8.0;9.0+PTX` |
 | `FAGEN_JIT` | whether a missing kernel may be compiled | `1` (default), `0` |
 | `FAGEN_BUNDLES` | where `load` finds built kernels | bundles and directories of such, with `:` between |
+| `FAGEN_TUNED` | whether the tiles that `fagen tune` found are used | `1` (default), `0` |
 | `FAGEN_EMULATE_SEED` | order in which emulated threads run | an integer from 0 to 2**64 - 1 |
 | `FAGEN_EMULATE_THREADS` | host threads that run emulated blocks | an integer of at least 1 |
 | `MAX_JOBS` | most compilers at once | an integer of at least 1 |
@@ -162,14 +163,24 @@ def torch_cuda_arch_list() -> str | None:
     return _get("TORCH_CUDA_ARCH_LIST")
 
 
-def jit() -> bool:
-    """`FAGEN_JIT`: whether `load` may compile a kernel that the cache lacks. Default yes. Raises SpecError."""
-    value = _get("FAGEN_JIT")
+def _switch(name: str, off: str, on: str) -> bool:
+    """A variable that is on by default; `off` and `on` say what its values mean."""
+    value = _get(name)
     if value is None or value.lower() in _TRUE:
         return True
     if value.lower() in _FALSE:
         return False
-    raise SpecError(f"FAGEN_JIT={value!r} is not 0 (never compile on demand) or 1 (compile what is missing)")
+    raise SpecError(f"{name}={value!r} is not 0 ({off}) or 1 ({on})")
+
+
+def jit() -> bool:
+    """`FAGEN_JIT`: whether `load` may compile a kernel that the cache lacks. Default yes. Raises SpecError."""
+    return _switch("FAGEN_JIT", "never compile on demand", "compile what is missing")
+
+
+def tuned() -> bool:
+    """`FAGEN_TUNED`: whether the tiles that `fagen tune` found are used. Default yes. Raises SpecError."""
+    return _switch("FAGEN_TUNED", "the tiles of the tables", "those that fagen tune found")
 
 
 def emulate_seed() -> int | None:

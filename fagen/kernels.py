@@ -14,6 +14,7 @@ from fagen import env
 from fagen.arch import Arch
 from fagen.build import find_or_build
 from fagen.cache import Artifact, BundledArtifact
+from fagen.driver import Gpu
 from fagen.emulator import EmulatedKernel
 from fagen.errors import LaunchError
 from fagen.launch import CudaKernel, current_stream
@@ -21,6 +22,7 @@ from fagen.params import MAP_BYTES, Field
 from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import TensorMap
+from fagen.tuned import plan_for
 
 log = logging.getLogger("fagen")
 
@@ -52,10 +54,21 @@ class Kernel:
 
 
 def load(spec: AttentionSpec, arch: Arch, device: int | None) -> dict[str, Kernel]:
-    """The kernels of `spec` by kind, built where the cache lacks them. `device=None` loads emulated kernels."""
-    plans = plan(spec, arch)
+    """The kernels of `spec` by kind, built where the cache lacks them. `device=None` loads emulated kernels, which have
+    the tiles of the tables; those for a card have what was tuned on it."""
+    plans = plan(spec, arch) if device is None else plan_for(spec, arch, lambda: card(device))
     if plans[0].family != arch.family:
         log.debug("%s: the %s family has no such kernel, that of %s runs", spec.slug, arch.family, plans[0].family)
+    return load_planned(plans, device)
+
+
+def card(device: int) -> Gpu:
+    """A device of PyTorch, as the driver describes it."""
+    return Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def load_planned(plans: Sequence[KernelPlan], device: int | None) -> dict[str, Kernel]:
+    """The kernels that `plans` are, by kind, as `load` loads them."""
     artifacts = find_or_build(plans, emulate=device is None)
     try:
         return _loaded(plans, artifacts, device)

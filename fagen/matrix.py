@@ -88,9 +88,14 @@ def read(path: Path, targets: Callable[[str | None], Sequence[Arch]], arch: str 
     return list(chosen)
 
 
-def kernels(variants: Sequence[Variant]) -> list[KernelPlan]:
-    """The kernels of `variants`, each once: variants share some. SpecError where one does not fit its architecture."""
-    return list(dict.fromkeys(kernel for variant in variants for kernel in plan(variant.spec, variant.arch)))
+def kernels(
+    variants: Sequence[Variant], plan_of: Callable[[AttentionSpec, Arch], Sequence[KernelPlan]] = plan
+) -> list[KernelPlan]:
+    """The kernels of `variants`, each once: variants share some. `plan_of` chooses their tiles.
+
+    SpecError where one does not fit its architecture.
+    """
+    return list(dict.fromkeys(kernel for variant in variants for kernel in plan_of(variant.spec, variant.arch)))
 
 
 def shard(kernels: Sequence[KernelPlan], index: int, count: int) -> list[KernelPlan]:

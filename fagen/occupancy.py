@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fagen.arch import KIB, Arch
+from fagen.arch import KIB, REGISTERS, Arch
 
 _LANES = 32
-_REGISTERS = 65536
 _REGISTER_UNIT = 256  # registers are given to a warp in steps of this many
 _SCHEDULERS = 4  # each with a quarter of the registers; the warps of a block are spread over all
 _SHARED_UNIT = 128  # bytes
@@ -48,7 +47,7 @@ def occupancy(arch: Arch, *, registers: int, shared: int, threads: int) -> Occup
     spread = -(-warps // _SCHEDULERS) * _SCHEDULERS
     a_warp = _up(registers * _LANES, _REGISTER_UNIT)
     bounds = {
-        "registers": _REGISTERS // _SCHEDULERS // a_warp * _SCHEDULERS // warps if a_warp * spread <= _REGISTERS else 0,
+        "registers": REGISTERS // _SCHEDULERS // a_warp * _SCHEDULERS // warps if a_warp * spread <= REGISTERS else 0,
         "shared memory": shared_kib * KIB // _up(shared + _SHARED_OF_SYSTEM, _SHARED_UNIT),
         "warps": most_warps // warps,
         "blocks": most_blocks,

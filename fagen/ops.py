@@ -469,6 +469,15 @@ class Attention:
         return call.gradients(needed, d_o, d_lse, saved._replace(q=q, k=k, v=v), values.tensors(), state, poison)
 
 
+class PlannedAttention(Attention):
+    """An attention whose kernels are given, for plain calls on one device."""
+
+    def __init__(self, spec: AttentionSpec, plans: Sequence[KernelPlan], device: torch.device) -> None:
+        emulate = device.type == "cpu"
+        super().__init__(spec, arch=plans[0].arch.name, emulate=emulate)
+        self._kernels[device] = kernels.load_planned(plans, None if emulate else device.index)
+
+
 def _restored(spec: AttentionSpec, arch: str | None, emulate: bool | None) -> Attention:
     return Attention(spec, arch=arch, emulate=emulate)
 

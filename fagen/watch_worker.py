@@ -85,7 +85,7 @@ def _judge(job: Job, begin: Callable[[str], object], notes: list[str]) -> Verdic
         cubins = pool.submit(builder.build, kernels)
         try:
             artifacts = builder.build(kernels, emulate=True) if emulated else cubins.result()
-            attention = ops.load(variant.spec, arch=variant.arch.name, emulate=emulated)
+            attention = ops.PlannedAttention(variant.spec, kernels, device)  # with the tiles of the tables
             for case in calls(variant.spec, emulated, job.every):
                 call = _name(case)
                 begin(call)

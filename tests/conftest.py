@@ -22,6 +22,8 @@ CACHE = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+    # Tests are of the tiles that ship, whatever was tuned in a cache that they are given.
+    os.environ["FAGEN_TUNED"] = "0"
     # One cache for the session and all xdist workers, which inherit the variable: a variant is compiled once. Whoever
     # sets FAGEN_CACHE_DIR keeps the variants from session to session.
     if not hasattr(config, "workerinput") and not os.environ.get("FAGEN_CACHE_DIR"):

@@ -330,8 +330,8 @@ def test_decode_grid() -> None:
 def test_keys_come_from_memory_and_a_replay_takes_long(row: decode_bench.Row) -> None:
     """Between two readings of the same keys four caches go by, also from one replay of a graph to the next."""
     cache = 50 << 20
-    copies = row.copies(cache)
-    calls = row.calls(copies)
+    copies = decode_bench.copies(row.kv_bytes, cache)
+    calls = decode_bench.calls(row.kv_bytes, copies)
     assert calls % copies == 0 and copies * row.kv_bytes >= 4 * cache
     assert copies == 1 or (copies - 1) * row.kv_bytes < 4 * cache
     assert calls >= 20 or calls * row.kv_bytes >= 4e9
@@ -410,7 +410,7 @@ def measured(
     inputs = decode_bench._inputs
     monkeypatch.setattr(torch.cuda, "get_device_properties", FakeProperties)
     monkeypatch.setattr(decode_bench, "_inputs", lambda row, copies, device: inputs(row, copies, "cpu"))
-    monkeypatch.setattr(decode_bench, "_captured", capture)
+    monkeypatch.setattr(decode_bench, "captured", capture)
     monkeypatch.setattr(speed_bench, "take_turns", turns)
     monkeypatch.setattr(speed_bench, "load", lambda spec, arch: make_ours)
     return decode_bench.measure(SMALL_DECODE, against=against), captured
@@ -814,7 +814,7 @@ def test_a_tiny_row_of_decoding_on_the_gpu() -> None:
 @pytest.mark.gpu
 def test_a_captured_graph_makes_every_call() -> None:
     values = [torch.zeros(1, device="cuda") for _ in range(3)]
-    replay = decode_bench._captured([lambda x=x: x.add_(1) for x in values], 6)
+    replay = decode_bench.captured([lambda x=x: x.add_(1) for x in values], 6)
     replay(), replay()
     torch.cuda.synchronize()
     assert [x.item() for x in values] == [4.0] * 3

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fagen.errors import SpecError
 
 KIB = 1024
+REGISTERS = 65536  # of a multiprocessor, whatever the card
 
 # Shared memory that a block may opt in to, in KiB (CUDA programming guide, technical specifications by compute
 # capability): the maximum of the multiprocessor less 1 KiB that the system keeps a block.

@@ -70,15 +70,6 @@ class Row:
         """What the row is to reach, for the rows of the tables."""
         return goals.DECODE.get(self.name)
 
-    def copies(self, cache_bytes: int) -> int:
-        """How many copies of keys and values take turns, so that a cache of such a size holds none of them long."""
-        return math.ceil(CACHES * cache_bytes / self.kv_bytes)
-
-    def calls(self, copies: int) -> int:
-        """How many calls a graph makes: each copy as often as each other."""
-        wanted = min(MOST_CALLS, math.ceil(REPLAY_BYTES / self.kv_bytes))
-        return copies * math.ceil(wanted / copies)
-
 
 @dataclass(frozen=True)
 class Result(Rates):
@@ -104,6 +95,17 @@ class DecodeReport(Report):
 
     results: tuple[Result, ...]
     smem_bytes: Mapping[str, int]
+
+
+def copies(kv_bytes: int, cache_bytes: int) -> int:
+    """How many copies of such keys and values take turns, so that a cache of such a size holds none of them long."""
+    return math.ceil(CACHES * cache_bytes / kv_bytes)
+
+
+def calls(kv_bytes: int, copies: int) -> int:
+    """How many calls a graph makes: each copy as often as each other."""
+    wanted = min(MOST_CALLS, math.ceil(REPLAY_BYTES / kv_bytes))
+    return copies * math.ceil(wanted / copies)
 
 
 def rows() -> tuple[Row, ...]:
@@ -148,21 +150,21 @@ def measure(row: Row, *, against: Sequence[Contestant], arch: str | None = None,
     import torch
 
     cache_bytes: int = torch.cuda.get_device_properties().L2_cache_size
-    copies = row.copies(cache_bytes)
-    inputs = _inputs(row, copies, "cuda")
+    count_of_copies = copies(row.kv_bytes, cache_bytes)
+    inputs = _inputs(row, count_of_copies, "cuda")
     makers = _makers(row, against, arch)
-    calls, outputs, failures = speed.first_calls(makers, inputs[0])
+    first, outputs, failures = speed.first_calls(makers, inputs[0])
     others = [contestant.name for contestant in against]
     # cuDNN's before all others: it is what rates are compared with too.
     others.sort(key=lambda name: name != CUDNN)
     difference, compared_with = speed.differences(outputs, (OURS, ONE_PART, PAGED), others)
-    count = row.calls(copies)
+    count = calls(row.kv_bytes, count_of_copies)
     graphs = {}
     replayed = []  # a graph knows addresses only: what its calls hold must live as long
-    for name, first in calls.items():
+    for name, call in first.items():
         try:
-            replayed.append([first, *(makers[name](*tensors) for tensors in inputs[1:])])
-            graphs[name] = _captured(replayed[-1], count)
+            replayed.append([call, *(makers[name](*tensors) for tensors in inputs[1:])])
+            graphs[name] = captured(replayed[-1], count)
         except Exception as error:
             failures[name] = speed.first_line(error)
     seconds = {name: taken / count for name, taken in speed.take_turns(graphs, samples).items()}
@@ -295,7 +297,7 @@ def _copy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     return lambda: torch.mul(source, 1, out=destination)
 
 
-def _captured(calls: Sequence[Call], count: int) -> Callable[[], Any]:
+def captured(calls: Sequence[Call], count: int) -> Callable[[], Any]:
     """What replays `count` of the calls, in turn, as one CUDA graph."""
     import torch
 

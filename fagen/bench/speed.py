@@ -214,7 +214,10 @@ def measure(
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[], Any]], samples: int, warm_up_seconds: float = WARM_UP_SECONDS
+    contestants: Mapping[str, Callable[[], Any]],
+    samples: int,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+    warm_up_rounds: int = 3,
 ) -> dict[str, float]:
     """Median seconds of a call of each, by CUDA events: `samples` rounds of one call each, after rounds to warm up.
 
@@ -239,7 +242,7 @@ def take_turns(
 
     begin = time.perf_counter()
     rounds = 0
-    while rounds < 3 or time.perf_counter() - begin < warm_up_seconds:
+    while rounds < warm_up_rounds or time.perf_counter() - begin < warm_up_seconds:
         one_round(timed=False)
         torch.cuda.synchronize()
         rounds += 1

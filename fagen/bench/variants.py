@@ -13,6 +13,7 @@ from fagen.bench.results import Table, number, percent, section, small
 from fagen.errors import FagenError, SpecError, ToolchainError
 from fagen.plan import plan
 from fagen.spec import AttentionSpec, feature_names
+from fagen.tuned import plan_here
 
 # A feature that no kernel has alone, and what it needs.
 _NEEDS = {"paged": {"split_kv": True}, "deterministic": {"backward": True}}
@@ -158,7 +159,7 @@ def _measure(row: Row, arch: Arch, emulated: bool, on_gpu: bool) -> Variant:
     from fagen import check
 
     try:
-        kernels = plan(row.spec, arch)
+        kernels = plan(row.spec, arch) if emulated else plan_here(row.spec, arch)  # as the check below loads them
         # Again and one at a time, whatever the cache has: seconds beside each other say something only so.
         artifacts = build.build(kernels, emulate=not on_gpu, jobs=1, force=True)
         result = check.check(row.spec, arch=arch.name, emulate=emulated)

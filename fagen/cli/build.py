@@ -14,7 +14,7 @@ from fagen.cache import Artifact
 from fagen.cli import output
 from fagen.cli.options import KERNEL_PANEL, ArchOption, EmulateOption, JobsOption, JsonOption, ShardOption
 from fagen.cli.specs import takes_specs
-from fagen.cli.targets import matrix_plans, plans
+from fagen.cli.targets import matrix_plans, planner, plans
 from fagen.errors import SpecError
 from fagen.plan import KernelPlan
 from fagen.spec import AttentionSpec
@@ -36,7 +36,7 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Builds every kernel that the flags or a matrix name and shows what each became."""
-    kernels = _chosen(specs, arch, matrix, shard)
+    kernels = _chosen(specs, arch, matrix, shard, emulate)
     started = time.perf_counter()
     with output.progress("compiling", len(kernels)) as step:
         artifacts = builder.build(
@@ -56,14 +56,14 @@ def build(
 
 
 def _chosen(
-    specs: list[AttentionSpec] | None, arch: str | None, matrix: Path | None, shard: str | None
+    specs: list[AttentionSpec] | None, arch: str | None, matrix: Path | None, shard: str | None, emulate: bool
 ) -> list[KernelPlan]:
     if matrix is not None:
-        return matrix_plans(matrix, arch, shard)
+        return matrix_plans(matrix, arch, shard, planner(emulate))
     if shard is not None:
         raise SpecError("--shard divides what a file names: add --from")
     assert specs is not None
-    return plans(specs, arch)
+    return plans(specs, arch, emulate=emulate)
 
 
 def describe(kernel: KernelPlan, artifact: Artifact) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from fagen import build as builder
 from fagen.cli import output
 from fagen.cli.options import ArchOption, EmulateOption, JsonOption
 from fagen.cli.specs import takes_specs
-from fagen.cli.targets import resolve_archs
+from fagen.cli.targets import planner, resolve_archs
 from fagen.errors import LaunchError
-from fagen.plan import plan
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -55,15 +54,17 @@ def check(
 
     Exit code 1 where one is past its budget or stops with a fault.
     """
-    # Kernels that several specs share are built once.
-    plans = [plan(spec, target) for spec, target in itertools.product(specs, resolve_archs(arch))]
-    kernels = list(dict.fromkeys(itertools.chain.from_iterable(plans)))
+    archs = resolve_archs(arch)
     import torch  # not before the flags are known to be right
 
     from fagen import check as checker
     from fagen import check_decode as decode_checker
 
     emulated = emulate or not torch.cuda.is_available()
+    plan_of = planner(emulated)
+    # Kernels that several specs share are built once.
+    plans = [plan_of(spec, target) for spec, target in itertools.product(specs, archs)]
+    kernels = list(dict.fromkeys(itertools.chain.from_iterable(plans)))
     sizes = {"batch": batch, "heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     # Refuses what cannot be before anything is built.
     grids = {spec: decode_checker.problems(spec, emulated, seed=seed, **sizes) for spec in specs} if decode else {}

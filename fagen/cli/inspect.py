@@ -14,9 +14,8 @@ from fagen import inspection
 from fagen.cli import output
 from fagen.cli.options import ArchOption, JobsOption, JsonOption
 from fagen.cli.specs import parse, takes_specs
-from fagen.cli.targets import resolve_archs
+from fagen.cli.targets import planner, resolve_archs
 from fagen.errors import SpecError
-from fagen.plan import plan
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ def inspect(
         raise SpecError(f"--save {save}: there is no folder {save.parent}")
     if save is not None and save.is_dir():
         raise SpecError(f"--save {save}: is a folder, not a file")
-    plans_of = {one: plan(*one) for one in [*wanted, *others]}
+    plan_of = planner(emulate)  # what runs on the CPU has the tiles of the tables
+    plans_of = {one: plan_of(*one) for one in [*wanted, *others]}
     kernels, other_kernels = (
         list(dict.fromkeys(kernel for one in some for kernel in plans_of[one])) for some in (wanted, others)
     )

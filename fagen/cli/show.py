@@ -39,7 +39,7 @@ def show(
 ) -> None:
     """Prints the generated source of every kernel that the flags name, one after the other."""
     target: Target = "emulate" if emulate else "cuda"
-    chosen = plans(specs, arch)
+    chosen = plans(specs, arch, emulate=emulate)
     if kernel is not None:
         kinds = dict.fromkeys(plan.kind for plan in chosen)
         chosen = [plan for plan in chosen if plan.kind == kernel]

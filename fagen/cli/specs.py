@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any
@@ -23,11 +23,11 @@ _FEATURES = "Features (off unless given)"
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]  # of typer's own click, or of the package
 
 
-def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable[..., Any]:
+def takes_specs(command: Callable[..., Any], optional: bool = False, unless: Sequence[str] = ()) -> Callable[..., Any]:
     """`command(specs=[...], ...)` as a function that takes the spec flags in place of `specs`, for typer to read.
 
     With `optional` a file can take the place of the flags: that of the command's parameter `matrix`, with which `specs`
-    is None.
+    is None. So it is without flags where one of the command's parameters `unless` is given.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [
@@ -35,7 +35,7 @@ def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable
         for name, parameter in signature.parameters.items()
         if name != "specs"
     ]
-    flags = _flags(optional)
+    flags = _flags(optional or bool(unless))
 
     @wraps(command)
     def run(**values: Any) -> Any:
@@ -44,6 +44,10 @@ def takes_specs(command: Callable[..., Any], optional: bool = False) -> Callable
             if any(value not in (None, []) for value in given.values()):
                 raise SpecError("--from names the kernels, and so do the flags: give one of them")
             return command(specs=None, **values)
+        if any(values[name] for name in unless) and all(value in (None, []) for value in given.values()):
+            return command(specs=None, **values)
+        if unless and not given["head_dim"]:
+            raise SpecError("say which kernel: --head-dim 128 and the features")
         if optional and not given["head_dim"]:
             raise SpecError("say which kernel: --head-dim 128 and the features, or a file with --from")
         return command(specs=matrix(given), **values)

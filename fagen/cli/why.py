@@ -24,7 +24,7 @@ def why(
     as_json: JsonOption = False,
 ) -> None:
     """Says of every kernel that the flags name whether `fagen build` would compile it, and why."""
-    explanations = explain(plans(specs, arch), emulate=emulate)
+    explanations = explain(plans(specs, arch, emulate=emulate), emulate=emulate)
     if as_json:
         output.emit({"kernels": [describe(one) for one in explanations]})
         return
