@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from fagen.arch import KIB, REGISTERS, Arch
 from fagen.arch.sm80 import MMA_K, padded
-from fagen.arch.tiles import BackwardTile, HopperTile, TileConfig
+from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, TileConfig
 from fagen.spec import AttentionSpec
 
-Tile = TileConfig | HopperTile | BackwardTile  # that have ranges
+Tile = TileConfig | HopperTile | BackwardTile | HopperBackwardTile  # that have ranges
 AnyTile = TypeVar("AnyTile")
 
 _STATS_ROWS = 128  # to which the rows of statistics of a head are padded
@@ -52,6 +52,10 @@ _BACKWARD_STAGES = (1, 2)
 _BACKWARD_DIVISIONS = (2, 4)  # of the warps, along the rows of each product
 _BACKWARD_BLOCKS = (1, 2)
 
+_HOPPER_BACKWARD_QUERIES = (64, 128)
+_HOPPER_BACKWARD_KEYS = 128
+_HOPPER_BACKWARD_STAGES = (1, 2, 3)
+
 _DQ_WARP_ROWS = (16, 32)
 _DQ_WARPS = (4, 8)
 _DQ_KEYS = (32, 48, 64, 96, 128)
@@ -77,6 +81,9 @@ def tiles(kind: str, shipped: object) -> Iterator[Tile]:
             _FORWARD_WARP_ROWS, _FORWARD_WARPS, _FORWARD_KEYS, _FORWARD_STAGES, _FORWARD_BLOCKS, (False, True)
         ):
             yield TileConfig(rows * warps, keys, warps, stages, blocks, q_in_registers)
+    elif isinstance(shipped, HopperBackwardTile):
+        for queries, stages in product(_HOPPER_BACKWARD_QUERIES, _HOPPER_BACKWARD_STAGES):
+            yield HopperBackwardTile(queries, _HOPPER_BACKWARD_KEYS, stages, shipped.producer_registers)
     elif isinstance(shipped, BackwardTile) and kind == "bwd":
         for queries, keys, warps, stages, s_rows, kv_rows, q_rows, blocks in product(
             _BACKWARD_QUERIES,
@@ -98,7 +105,7 @@ def problem(kind: str, spec: AttentionSpec, arch: Arch, tile: object, smem_bytes
     What the templates assert and assume, and what the hardware has: the same for every tile, of the table or not. Of
     kernels without a range nothing is known.
     """
-    if not isinstance(tile, TileConfig | HopperTile | BackwardTile):
+    if not isinstance(tile, TileConfig | HopperTile | BackwardTile | HopperBackwardTile):
         return None
     if min(_numbers(tile)) < 1:
         return "a number in it is less than 1"
@@ -109,7 +116,7 @@ def problem(kind: str, spec: AttentionSpec, arch: Arch, tile: object, smem_bytes
         return f"{smem_bytes} bytes of shared memory a block; {arch.name} has {arch.smem_limit}"
     if spec.backward and kind in ("fwd", "bwd", "bwd_dq") and _STATS_ROWS % tile.tile_m:
         return f"statistics are padded to {_STATS_ROWS} rows, which {tile.tile_m} do not divide"
-    if isinstance(tile, HopperTile):
+    if isinstance(tile, HopperTile | HopperBackwardTile):
         return _hopper_problem(spec, tile)
     if tile.blocks_per_sm * (smem_bytes + _SYSTEM_BYTES) > arch.smem_limit + _SYSTEM_BYTES:
         return f"{tile.blocks_per_sm} blocks of {smem_bytes} bytes do not share a multiprocessor of {arch.name}"
@@ -206,19 +213,25 @@ def _backward_problem(tile: BackwardTile) -> str | None:
     return None
 
 
-def _hopper_problem(spec: AttentionSpec, tile: HopperTile) -> str | None:
-    if tile.tile_m % 64 or tile.consumers not in (2, 3):
-        return "two or three consumers have 64 rows each"
-    if tile.tile_n % MMA_K or not _LEAST_KEYS <= tile.tile_n <= _MOST_BOX:
-        return f"{tile.tile_n} keys are no product of wgmma"
+def _hopper_problem(spec: AttentionSpec, tile: HopperTile | HopperBackwardTile) -> str | None:
+    if isinstance(tile, HopperBackwardTile):
+        if tile.tile_n != 128 or tile.tile_m not in (64, 128):
+            return "two consumers have 64 keys each, and of dQ 64 query rows or half of the columns"
+        # dK and dV of 64 keys, S and dP, in float32 over 128 threads.
+        held = (padded(spec.head_dim) + padded(spec.dim_v)) // 2 + tile.tile_m
+    else:
+        if tile.tile_m % 64 or tile.consumers not in (2, 3):
+            return "two or three consumers have 64 rows each"
+        if tile.tile_n % MMA_K or not _LEAST_KEYS <= tile.tile_n <= _MOST_BOX:
+            return f"{tile.tile_n} keys are no product of wgmma"
+        # S and O in float32, P and perhaps Q in 16 bits, of 64 rows over 128 threads.
+        columns = tile.tile_n + padded(spec.dim_v) + tile.tile_n // 2
+        held = (columns + (padded(spec.head_dim) // 2 if tile.q_in_registers else 0)) // 2
     if tile.producer_registers % _REGISTER_STEP or tile.consumer_registers % _REGISTER_STEP:
         return f"the producer's {tile.producer_registers} registers leave {tile.consumer_registers} to each consumer"
     given = tile.producer_registers + tile.consumers * tile.consumer_registers
     if given > REGISTERS // (32 * tile.warps) // _REGISTER_STEP * _REGISTER_STEP * (tile.consumers + 1):
         return f"{given} registers of a thread of each warpgroup are more than a block starts with"
-    # S and O in float32, P and perhaps Q in 16 bits, of 64 rows over 128 threads.
-    columns = tile.tile_n + padded(spec.dim_v) + tile.tile_n // 2
-    held = (columns + (padded(spec.head_dim) // 2 if tile.q_in_registers else 0)) // 2
     if held + _OTHER_REGISTERS > tile.consumer_registers:
         return f"{held} registers of fragments a thread, of {tile.consumer_registers}"
     return None
