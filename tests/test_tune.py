@@ -105,8 +105,8 @@ def test_tiles_of_the_tables_are_in_the_ranges(arch: Any) -> None:
         ("fwd", PLAIN, HopperTile(192, 112, 2, True, 40), "leave 157 to each consumer"),
         ("fwd", PLAIN, HopperTile(128, 112, 2, True, 20), "leave 242 to each consumer"),
         ("fwd", PLAIN, HopperTile(192, 160, 2, True, 32), "of 160"),
-        ("bwd", PLAIN, HopperBackwardTile(128, 192, 1, 24), "two consumers have 64 keys each"),
-        ("bwd", PLAIN, HopperBackwardTile(32, 128, 2, 24), "or half of the columns"),
+        ("bwd", PLAIN, HopperBackwardTile(128, 192, 1, 24), "two consumers have 64 query rows"),
+        ("bwd", PLAIN, HopperBackwardTile(32, 128, 2, 24), "or half of its columns"),
         ("bwd", AttentionSpec(head_dim=104), HopperBackwardTile(128, 128, 1, 24), "240 registers of fragments"),
     ],
 )

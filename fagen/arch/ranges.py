@@ -53,7 +53,6 @@ _BACKWARD_DIVISIONS = (2, 4)  # of the warps, along the rows of each product
 _BACKWARD_BLOCKS = (1, 2)
 
 _HOPPER_BACKWARD_QUERIES = (64, 128)
-_HOPPER_BACKWARD_KEYS = 128
 _HOPPER_BACKWARD_STAGES = (1, 2, 3)
 
 _DQ_WARP_ROWS = (16, 32)
@@ -83,7 +82,7 @@ def tiles(kind: str, shipped: object) -> Iterator[Tile]:
             yield TileConfig(rows * warps, keys, warps, stages, blocks, q_in_registers)
     elif isinstance(shipped, HopperBackwardTile):
         for queries, stages in product(_HOPPER_BACKWARD_QUERIES, _HOPPER_BACKWARD_STAGES):
-            yield HopperBackwardTile(queries, _HOPPER_BACKWARD_KEYS, stages, shipped.producer_registers)
+            yield dataclasses.replace(shipped, tile_m=queries, stages=stages)
     elif isinstance(shipped, BackwardTile) and kind == "bwd":
         for queries, keys, warps, stages, s_rows, kv_rows, q_rows, blocks in product(
             _BACKWARD_QUERIES,
@@ -215,10 +214,12 @@ def _backward_problem(tile: BackwardTile) -> str | None:
 
 def _hopper_problem(spec: AttentionSpec, tile: HopperTile | HopperBackwardTile) -> str | None:
     if isinstance(tile, HopperBackwardTile):
-        if tile.tile_n != 128 or tile.tile_m not in (64, 128):
-            return "two consumers have 64 keys each, and of dQ 64 query rows or half of the columns"
-        # dK and dV of 64 keys, S and dP, in float32 over 128 threads.
-        held = (padded(spec.head_dim) + padded(spec.dim_v)) // 2 + tile.tile_m
+        apart = tile.tile_n == 64 * tile.consumers  # each consumer has keys of its own
+        if tile.consumers != 2 or tile.tile_m not in ((64, 128) if apart else (64,)):
+            return "two consumers have 64 query rows of dQ each, or half of its columns"
+        # dK and dV of 64 keys, or one of them, S and dP, in float32 over 128 threads.
+        dims = padded(spec.head_dim), padded(spec.dim_v)
+        held = (sum(dims) if apart else max(dims)) // 2 + tile.tile_m
     else:
         if tile.tile_m % 64 or tile.consumers not in (2, 3):
             return "two or three consumers have 64 rows each"
