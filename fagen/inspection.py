@@ -140,7 +140,9 @@ def fallback(kernel: KernelPlan) -> str | None:
     """Why a kernel is not of the family that its architecture has of its own; None where it is."""
     if kernel.family == kernel.arch.family:
         return None
-    return sm90.unserved(kernel.spec) or "gradients run the mma.sync kernels"
+    if kernel.kind in ("bwd_delta", "bwd_convert"):
+        return "it has no products, and is the same for all families"
+    return sm90.backward_unserved(kernel.spec) if kernel.kind in ("bwd", "bwd_dq") else sm90.unserved(kernel.spec)
 
 
 def compare(other: Sequence[Report], this: Sequence[Report]) -> Comparison:

@@ -285,7 +285,7 @@ class KernelPlan:
         if isinstance(self.tile, HopperTile):
             family = sm90.primitives(self.spec, self.tile)
         if isinstance(self.tile, HopperBackwardTile):
-            family = sm90.BACKWARD_PRIMITIVES
+            family = sm90.WIDE_BACKWARD_PRIMITIVES if self.tile.shares_keys else sm90.BACKWARD_PRIMITIVES
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property

@@ -466,11 +466,12 @@ def test_flags_in_a_string_name_what_they_name_on_the_command_line() -> None:
 @pytest.mark.skipif(not cuda_compiler(), reason="no CUDA compiler")
 def test_inspect_of_real_kernels(run: Fagen) -> None:  # noqa: F811
     document = run("inspect", "--head-dim", "64", "--backward", "--arch", "sm90a", "--json").document
-    forward, delta, *gradients = document["kernels"]
+    forward, delta, main, convert = document["kernels"]
     assert forward["template"] == "sm90/fwd.cu.j2" and forward["fallback"] is None and forward["threads"] == 384
     assert forward["registers"] == 168 and forward["occupancy"]["blocks"] == 1
     assert delta["kind"] == "bwd_delta" and delta["shared_memory"]["dynamic"] == 0
-    assert all(one["family"] == "sm80" and "gradients" in one["fallback"] for one in (delta, *gradients))
+    assert main["template"] == "sm90/bwd.cu.j2" and main["fallback"] is None and main["threads"] == 384
+    assert all(one["family"] == "sm80" and "no products" in one["fallback"] for one in (delta, convert))
     if disassembly.find() is not None:
         assert forward["instructions"]["classes"]["tensor products"] > 0
 

@@ -86,6 +86,7 @@ GOLDEN_KERNELS += [
         ),
     ),
     ("sm90a", AttentionSpec(head_dim=64, backward=True)),
+    ("sm90a", AttentionSpec(head_dim=192, causal=True, backward=True)),
 ]
 GOLDENS = {kernel.slug: kernel for arch, spec in GOLDEN_KERNELS for kernel in plan(spec, resolve(arch))}
 
@@ -150,6 +151,7 @@ def test_golden_kernels_meet_every_template() -> None:
         "common/mods.cuh.j2",
         "common/place.j2",
         "common/row_end.cuh.j2",
+        "sm90/backward.j2",
         *(kernel.template for kernel in GOLDENS.values()),
     }
     assert {path for path in there - shown if not path.startswith(("ptx/", "emulate/"))} == itself

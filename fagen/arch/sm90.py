@@ -10,6 +10,7 @@ from fagen.spec import AttentionSpec
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
 
 BACKWARD_PRIMITIVES = (*PRIMITIVES, "bulk")
+WIDE_BACKWARD_PRIMITIVES = (*PRIMITIVES, "bulk", "reduce")
 
 SMEM_LIMIT = resolve("sm90a").smem_limit
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
@@ -61,19 +62,28 @@ def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int]
 
 
 def backward_smem_bytes(spec: AttentionSpec, tile: HopperBackwardTile) -> int:
-    """Dynamic shared memory of the main backward, bytes: K, V, `stages` tiles of Q and dO with statistics, dS, dQ,
-    barriers."""
+    """Dynamic shared memory of the main backward, bytes: K, V, `stages` tiles of Q and dO with statistics, dS, dQ
+    or P, barriers."""
     keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
     queries = tile_bytes(tile.tile_m, spec.head_dim) + tile_bytes(tile.tile_m, spec.dim_v)
     statistics = tile.tile_m * ROW_STATISTICS_BYTES
-    sums = tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
-    barriers = 8 * (3 + 4 * tile.stages)
-    return keys + tile.stages * (queries + statistics) + tile_bytes(tile.tile_n, tile.tile_m) + sums + barriers
+    gradients = (2 if tile.late else 1) * tile_bytes(tile.tile_n, tile.tile_m)
+    barriers = 5 if tile.shares_keys or tile.late else 3
+    if tile.shares_keys:
+        passed = tile.tile_n * tile.tile_m * FLOAT_BYTES
+    else:
+        passed = tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
+    return keys + tile.stages * (queries + statistics) + gradients + passed + 8 * (barriers + 4 * tile.stages)
 
 
 def backward_wgmma_shapes(spec: AttentionSpec, tile: HopperBackwardTile) -> tuple[tuple[str, int], ...]:
     """The products of the main backward: S and dP, dQ; dV and dK."""
-    of_descriptors = {tile.tile_m, 16 * tile.sum_tile(padded(spec.head_dim)).q_steps}
+    columns = padded(spec.head_dim)
+    of_queries = {16 * tile.sum_tile(columns).q_steps}
+    if tile.shares_keys:
+        blocks = -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+        of_queries = {n for n in (min(columns, 128), blocks - 128) if n > 0}
+    of_descriptors = {tile.tile_m, *of_queries}
     of_registers = {padded(spec.dim_v), padded(spec.head_dim)}
     shapes = {(form, n) for form in ("ss", "ss_new") for n in of_descriptors} | {("rs", n) for n in of_registers}
     return tuple(sorted(shapes))
@@ -125,14 +135,22 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
 
 def backward_unserved(spec: AttentionSpec) -> str | None:
     """Why the family has no backward for `spec`; None where it has one."""
-    if max(padded(spec.head_dim), padded(spec.dim_v)) > 128:
-        return "dK and dV of 64 keys of more than 128 columns take more registers than a warpgroup has"
     if spec.deterministic:
         return "the copy engine adds to dQ in no order"
     return None
 
 
 def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
-    """The tile of the main backward kernel of `spec`."""
-    tile_m = 128 if max(padded(spec.head_dim), padded(spec.dim_v)) <= 64 else 64
-    return HopperBackwardTile(tile_m, tile_n=128, stages=2, producer_registers=24)
+    """The tile of the main backward kernel of `spec`, by the wider of the two head dims.
+
+    Figures are ratios to cuDNN in the same run on one H200, bf16, 16384 keys; docs/hopper-backward.md has all.
+    """
+    widest = max(padded(spec.head_dim), padded(spec.dim_v))
+    if widest > 128:
+        return HopperBackwardTile(64, tile_n=64, stages=2, producer_registers=24, shares_keys=True)
+    if widest <= 64:
+        # d64 causal: 1.21; 1.19 with dQ late; 64 queries, three stages 0.80.
+        return HopperBackwardTile(128, tile_n=128, stages=2, producer_registers=24)
+    # d128 full: 1.045 with dQ late, 1.020 at once; causal 1.066 and 1.079.
+    late = not (spec.causal or spec.window)
+    return HopperBackwardTile(64, tile_n=128, stages=2, producer_registers=24, late=late)

@@ -111,18 +111,22 @@ class HopperBackwardTile(_Warpgroups):
     """How one block of the Hopper backward works: warpgroups of 64 keys, and one that feeds the copy engine.
 
     It keeps tile_n keys, 64 a consumer, and steps through tile_m queries. Of dQ a consumer has 64 rows, or 64 of up
-    to 128 columns. stages: buffers for Q and for dO. producer_registers: of each of its threads.
+    to 128 columns. stages: buffers for Q and for dO. producer_registers: of each of its threads. shares_keys: two
+    consumers share 64 keys, one with dV, the other with dK, and each has up to 128 columns of dQ. late: dQ of a step is
+    computed in the next, so that no consumer waits for the dS of another.
     """
 
     tile_m: int
     tile_n: int
     stages: int
     producer_registers: int
+    shares_keys: bool = False
+    late: bool = False
 
     @property
     def consumers(self) -> int:  # type: ignore[override]
         """Warpgroups that compute."""
-        return self.tile_n // 64
+        return 2 if self.shares_keys else self.tile_n // 64
 
     @property
     def q_columns(self) -> int:
@@ -130,8 +134,10 @@ class HopperBackwardTile(_Warpgroups):
         return self.consumers * 64 // self.tile_m
 
     def sum_tile(self, columns: int) -> SumTile:
-        """How the sum of dQ of so many columns is kept: in blocks of 64 where warpgroups share them."""
-        steps = 64 // _STEP_COLUMNS if self.q_columns > 1 else columns // _STEP_COLUMNS
+        """How the sum of dQ of so many columns is kept: in blocks of 64 or 128 where warpgroups share them."""
+        steps = columns // _STEP_COLUMNS
+        if self.q_columns > 1:
+            steps = (128 if self.shares_keys else 64) // _STEP_COLUMNS
         return SumTile(self.tile_m, 4 * self.consumers, self.tile_m // 16, steps)
 
     def __str__(self) -> str:

@@ -363,11 +363,6 @@ static inline u32 ld_shared_b32(u32 addr, int line = __builtin_LINE()) {
     return v;
 }
 
-static inline u32 ld_shared_b32_by_first_lane(u32 addr, int line = __builtin_LINE()) {
-    const u32 word = emu::current->lane == 0 ? ld_shared_b32(addr, line) : 0;
-    return __shfl_sync(0xffffffffu, word, 0, line);
-}
-
 static inline float ld_shared_f32(u32 addr, int line = __builtin_LINE()) {
     return emu::from_bits(ld_shared_b32(addr, line));
 }
@@ -382,4 +377,9 @@ static inline void ld_shared_f32x4(float (&v)[4], u32 addr, int line = __builtin
 
 static inline void ld_shared_b128(u32 (&v)[4], u32 addr, int line = __builtin_LINE()) {
     memcpy(v, emu::shared_read(*emu::current, addr, 16, line), 16);
+}
+
+static inline u32 ld_shared_b32_by_first_lane(u32 addr, int line = __builtin_LINE()) {
+    const u32 word = emu::current->lane == 0 ? ld_shared_b32(addr, line) : 0;
+    return __shfl_sync(0xffffffffu, word, 0, line);
 }

@@ -435,10 +435,10 @@ __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
 }
 
 // ==== kernel ====
-// One block computes dK and dV of TILE_N keys of one head of K and V. Its first warpgroup feeds the copy engine; each of
-// the others has 64 of the keys and walks over the queries that see them, in steps of TILE_M, for each query head of the
-// group. It recomputes the probabilities (Dao et al. 2022, algorithm 4) transposed, keys by queries, so that P and dS are
-// operands of dV and dK as they lie in registers. Its part of dQ it adds to a float32 sum in global memory.
+// One block computes dK and dV of TILE_N keys of one head of K and V. Its first warpgroup feeds the copy engine; the others
+// have 64 of the keys each and walk over the queries that see them, in steps of TILE_M, for each query head of the group.
+// They recompute the probabilities (Dao et al. 2022, algorithm 4) transposed, keys by queries, so that P and dS are operands
+// of dV and dK as they lie in registers. Their parts of dQ they add to a float32 sum in global memory.
 
 // >>> common/params.cuh.j2
 struct Params {
@@ -669,7 +669,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const int m_count = max(0, (query_end + TILE_M - 1) / TILE_M - m_first);
     const int heads_q = params.heads_k * params.group_size;
     const int first_head = kv_head * params.group_size;
-    constexpr int m_start = 0;
     const int steps = m_count * params.group_size;  // through the query tiles of the first head, then of the next
     auto stats_row = [&](int head) {
         return static_cast<i64>(head) * params.stats_rows + (q_begin / 128 + static_cast<int>(batch)) * 128;
@@ -681,32 +680,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         mbarrier_arrive_expect_tx(KV_full, K_BYTES + V_BYTES);
         load_tile<TILE_N, HEAD_DIM>(K_smem, params.k_map, n0, kv_head, rows_k, KV_full);
         load_tile<TILE_N, HEAD_DIM_V>(V_smem, params.v_map, n0, kv_head, rows_k, KV_full);
-        int step = 0;
-        for (int head = first_head; head < first_head + params.group_size; ++head) {
-            const float* stats = params.stats + stats_row(head) * 2;
-            for (int i = 0, m = m_first + m_start; i < m_count; ++i, ++step) {
-                const u32 stage = step % STAGES, full = Q_full + 8 * stage;
-                mbarrier_wait(Q_empty + 8 * stage, step / STAGES % 2 ^ 1);
-                mbarrier_arrive_expect_tx(full, Q_BYTES + STATS_BYTES);
-                load_tile<TILE_M, HEAD_DIM>(Q_smem + stage * Q_BYTES, params.q_map, m * TILE_M,
-                                            head, rows_q, full);
-                bulk_load(stats_smem + stage * STATS_BYTES, stats + m * TILE_M * 2, STATS_BYTES, full);
-                if (++m == m_first + m_count) m = m_first;
+        int head = first_head, m0 = m_first * TILE_M;
+        const float* stats = params.stats + (stats_row(head) + m0) * 2;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            const u32 stage = step % STAGES, full = Q_full + 8 * stage;
+            mbarrier_wait(Q_empty + 8 * stage, step / STAGES % 2 ^ 1);
+            mbarrier_arrive_expect_tx(full, Q_BYTES + STATS_BYTES);
+            load_tile<TILE_M, HEAD_DIM>(Q_smem + stage * Q_BYTES, params.q_map, m0, head, rows_q, full);
+            bulk_load(stats_smem + stage * STATS_BYTES, stats, STATS_BYTES, full);
+            m0 += TILE_M;
+            stats += TILE_M * 2;
+            if (m0 >= query_end) {
+                m0 = m_first * TILE_M;
+                ++head;
+                stats = params.stats + (stats_row(head) + m0) * 2;
             }
         }
 };
     auto load_gradients = [&] {
-        int step = 0;
-        for (int head = first_head; head < first_head + params.group_size; ++head) {
-            const float* delta = params.delta + stats_row(head) * 1;
-            for (int i = 0, m = m_first + m_start; i < m_count; ++i, ++step) {
-                const u32 stage = step % STAGES, full = dO_full + 8 * stage;
-                mbarrier_wait(dO_empty + 8 * stage, step / STAGES % 2 ^ 1);
-                mbarrier_arrive_expect_tx(full, DO_BYTES + DELTA_BYTES);
-                load_tile<TILE_M, HEAD_DIM_V>(dO_smem + stage * DO_BYTES, params.d_o_map, m * TILE_M,
-                                            head, rows_q, full);
-                bulk_load(delta_smem + stage * DELTA_BYTES, delta + m * TILE_M * 1, DELTA_BYTES, full);
-                if (++m == m_first + m_count) m = m_first;
+        int head = first_head, m0 = m_first * TILE_M;
+        const float* delta = params.delta + (stats_row(head) + m0) * 1;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            const u32 stage = step % STAGES, full = dO_full + 8 * stage;
+            mbarrier_wait(dO_empty + 8 * stage, step / STAGES % 2 ^ 1);
+            mbarrier_arrive_expect_tx(full, DO_BYTES + DELTA_BYTES);
+            load_tile<TILE_M, HEAD_DIM_V>(dO_smem + stage * DO_BYTES, params.d_o_map, m0, head, rows_q, full);
+            bulk_load(delta_smem + stage * DELTA_BYTES, delta, DELTA_BYTES, full);
+            m0 += TILE_M;
+            delta += TILE_M * 1;
+            if (m0 >= query_end) {
+                m0 = m_first * TILE_M;
+                ++head;
+                delta = params.delta + (stats_row(head) + m0) * 1;
             }
         }
 };
@@ -725,17 +732,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const int lane = kept(threadIdx.x % 32);
     const int group = lane / 4;  // a lane's fragments hold rows `group` and `group + 8`,
     const int quad = lane % 4;   // and columns `2 * quad` and `2 * quad + 1`
+    const int key_warp = warp;  // along the keys
+    const int warp_col0 = n0 + key_warp * MMA_M;  // the first key of the warp
+    const int col0 = warp_col0 + group;       // key of element (j, e): col0 + e / 2 * 8
     // Where a lane's addresses of stmatrix begin in a tile: row lane % 16 of the warp, chunk lane / 16, swizzled. The XOR with
     // a step's chunks commutes with the rest of an address.
-    const u32 lane_chunk = (warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    const u32 lane_chunk = (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
     auto chunk_address = [&](u32 tile, int step) {
         return (tile + lane_chunk ^ step % 4 * 32) + step / 4 * TILE_N * ROW_BYTES;
     };
-    const int warp_col0 = n0 + warp * MMA_M;  // the first key of the warp
-    const int col0 = warp_col0 + group;       // key of element (j, e): col0 + e / 2 * 8
     const u64 philox_seed = ld_global_b64(params.philox_state);
     const u64 philox_offset = ld_global_b64(params.philox_state + 1);
 
+    auto release = [&](u32 empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+
+    // >>> sm90/bwd_tall.cuh.j2
     float S_rmem[M_FRAGS][S_FRAGS][4];   // S, then P, keys by queries
     float dP_rmem[M_FRAGS][S_FRAGS][4];
     float dQ_rmem[2 * DQ_STEPS][4] = {};
@@ -748,18 +761,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     // Of dQ a warpgroup has all rows of a block of columns.
     const u64 dS_matrix = mn_major(dS_smem, TILE_N);
     const u64 K_matrix = mn_major(K_smem + warpgroup * TILE_N * ROW_BYTES, TILE_N);
-    auto release = [&](u32 empty) {
-        if (lane == 0) mbarrier_arrive(empty);
-    };
-
-    if (steps > 0) {
-        mbarrier_wait(KV_full, 0);
-        const int first_key = offset - params.window_left - n0;  // keys before it nobody sees
-        if (first_key > 0) {
-            zero_rows<TILE_N, HEAD_DIM>(K_smem, min(first_key, TILE_N));
-            zero_rows<TILE_N, HEAD_DIM_V>(V_smem, min(first_key, TILE_N));
-        }
-    }
     // Its part of the sum of dQ: a warp's fragments, as they lie there.
     const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;
     float* dQ_sum = nullptr;  // where the part of the step before belongs
@@ -778,21 +779,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         }
     };
 
-    int head = first_head, m = m_start;
-    for (int step = 0; step < steps; ++step) {
+    int head = first_head, m0 = m_first * TILE_M;
+    if (steps > 0) {
+        mbarrier_wait(KV_full, 0);
+        const int first_key = offset - params.window_left - n0;  // keys before it nobody sees
+        if (first_key > 0) {
+            zero_rows<TILE_N, HEAD_DIM>(K_smem, min(first_key, TILE_N));
+            zero_rows<TILE_N, HEAD_DIM_V>(V_smem, min(first_key, TILE_N));
+        }
+    }
+for (int step = 0; step < steps; ++step) {
         const u32 stage = step % STAGES, parity = step / STAGES % 2;
         const u32 Q_tile = Q_smem + uniform(stage) * Q_BYTES, dO_tile = dO_smem + uniform(stage) * DO_BYTES;
-        const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
-        const int m0 = (m_first + m) * TILE_M;
-        const int row0 = m0 + 2 * quad;  // query of element (j, e): row0 + j * MMA_N + e % 2
+        [[maybe_unused]] const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
+        [[maybe_unused]] const int row0 = m0 + 2 * quad;  // query of element (j, e): row0 + j * MMA_N + e % 2
         const int batch_head = batch * heads_q + head;
+        if (m0 < query_begin) {
+            mbarrier_wait(Q_full + 8 * stage, parity);
+            mbarrier_wait(dO_full + 8 * stage, parity);
+            zero_rows<TILE_M, HEAD_DIM>(Q_tile, query_begin - m0);
+            zero_rows<TILE_M, HEAD_DIM_V>(dO_tile, query_begin - m0);
+        }
 
-        // S = K Q^T
         mbarrier_wait(Q_full + 8 * stage, parity);
-        if (m0 < query_begin) zero_rows<TILE_M, HEAD_DIM>(Q_tile, query_begin - m0);
-
-        // Statistics of the queries, ahead of their use: beside products shared memory is slow to answer.
-        float log2_sum[S_FRAGS][2], deltas[S_FRAGS][2];
+        float log2_sum[S_FRAGS][2];
         bool far = false;  // some query has a reference other than 0
 #pragma unroll
         for (int j = 0; j < S_FRAGS; ++j) {
@@ -802,33 +812,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             log2_sum[j][0] = pair[1];
             log2_sum[j][1] = pair[3];
         }
-wgmma_wait<0>();  // dQ of the step before is done
+        wgmma_wait<0>();  // dQ of the step before is done
         wgmma_hold(dQ_rmem);
         release(dS_empty);
+        // S = K Q^T
         const u64 Q_rows = k_major(Q_tile);
         wgmma_fence();  // after the loop of the wait, or the compiler adds one and gives up the overlap
         wgmma_m64n64k16_f16_ss_new<0, 0>(S_rmem[0], K_rows, Q_rows);
 #pragma unroll
-        for (int d = 1; d < DIM_STEPS; ++d)
-            wgmma_m64n64k16_f16_ss<0, 0>(S_rmem[0], K_rows + k_major_step(TILE_N, d), Q_rows + k_major_step(TILE_M, d),
-                                          true);
+        for (int d = 1; d < DIM_STEPS; ++d) {
+            wgmma_m64n64k16_f16_ss<0, 0>(S_rmem[0], K_rows + k_major_step(TILE_N, d),
+                                          Q_rows + k_major_step(TILE_M, d), true);
+        }
         wgmma_commit();
 
-        // Meanwhile dQ of the step before leaves the registers.
+        // Meanwhile dQ leaves the registers.
         if (lane == 0) tma_store_wait_read<0>();
         __syncwarp();
         store_part();
 
-        // dP = V dO^T
         mbarrier_wait(dO_full + 8 * stage, parity);
-        if (m0 < query_begin) zero_rows<TILE_M, HEAD_DIM_V>(dO_tile, query_begin - m0);
+        // dP = V dO^T
         const u64 dO_rows = k_major(dO_tile);
-        wgmma_fence();
+        wgmma_fence();  // after the loop of the wait, or the compiler adds one and gives up the overlap
         wgmma_m64n64k16_f16_ss_new<0, 0>(dP_rmem[0], V_rows, dO_rows);
 #pragma unroll
-        for (int d = 1; d < DIM_V_STEPS; ++d)
-            wgmma_m64n64k16_f16_ss<0, 0>(dP_rmem[0], V_rows + k_major_step(TILE_N, d), dO_rows + k_major_step(TILE_M, d),
-                                          true);
+        for (int d = 1; d < DIM_V_STEPS; ++d) {
+            wgmma_m64n64k16_f16_ss<0, 0>(dP_rmem[0], V_rows + k_major_step(TILE_N, d),
+                                          dO_rows + k_major_step(TILE_M, d), true);
+        }
         wgmma_commit();
 wgmma_wait<1>();
         wgmma_hold(S_rmem[0]);
@@ -1018,6 +1030,7 @@ wgmma_wait<1>();
             }
         }
 
+        float deltas[S_FRAGS][2];
 #pragma unroll
         for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * quad + j * MMA_N) * 4);
 
@@ -1028,7 +1041,7 @@ wgmma_wait<1>();
         for (int k = 0; k < M_STEPS; ++k)
             wgmma_m64n80k16_f16_rs<1>(dV_rmem, P_rmem[k], dO_matrix + mn_major_step(k), true);
         wgmma_commit();
-        wgmma_wait<1>();
+wgmma_wait<1>();
         wgmma_hold(dP_rmem[0]);
 
         // >>> sm90/score_gradient.cuh.j2
@@ -1058,17 +1071,16 @@ wgmma_wait<1>();
             wgmma_m64n48k16_f16_rs<1>(dK_rmem, dS_rmem[k], Q_matrix + mn_major_step(k), true);
         wgmma_commit();
 
-        // Meanwhile dS goes to shared memory, keys by queries.
         mbarrier_wait(dS_empty, step % 2);  // all have read that of the step before
 #pragma unroll
         for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, k), dS_rmem[k]);
         fence_proxy_async();
         __syncwarp();
         release(dS_full);
-        add_part();
+add_part();
 
-        // dQ = dS^T K
         mbarrier_wait(dS_full, step % 2);
+        // dQ = dS^T K
         wgmma_fence();
         wgmma_m64n64k16_f16_ss_new<1, 1>(dQ_rmem, dS_matrix, K_matrix);
 #pragma unroll
@@ -1082,21 +1094,25 @@ wgmma_wait<1>();
             mbarrier_arrive(dO_empty + 8 * stage);
             mbarrier_arrive(Q_empty + 8 * stage);
         }
-        if (params.dq_sum)
-            dQ_sum = params.dq_sum + (static_cast<i64>(head) * params.dq_tiles + q_begin / TILE_M + batch + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
-        if (++m == m_count) m = 0;
-        if (m == m_start) ++head;
-    }
-    wgmma_wait<0>();
-    wgmma_hold(dQ_rmem);
-    if (lane == 0) tma_store_wait_read<0>();
-    __syncwarp();
-    store_part();
-    fence_proxy_async();
-    __syncwarp();
-    add_part();
+        if (params.dq_sum) dQ_sum = params.dq_sum + (static_cast<i64>(head) * params.dq_tiles + q_begin / TILE_M + batch + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+        m0 += TILE_M;
+        if (m0 >= query_end) {
+            m0 = m_first * TILE_M;
+            ++head;
+        }
+}
+    auto finish_part = [&] {
+        wgmma_wait<0>();
+        wgmma_hold(dQ_rmem);
+        if (lane == 0) tma_store_wait_read<0>();
+        __syncwarp();
+        store_part();
+        fence_proxy_async();
+        __syncwarp();
+        add_part();
+    };
+    finish_part();
 
-    // dK and dV over K and V, from where the copy engine takes them.
     named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all have read K
     if (params.d_k) {
 #pragma unroll
@@ -1125,20 +1141,19 @@ wgmma_wait<1>();
 fence_proxy_async();
     named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
     if (thread == 0) {
-        const int row = n0 + warpgroup * 64;
         if (params.d_k) {
 #pragma unroll
             for (int block = 0; block < (HEAD_DIM + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS; ++block)
-                store_box(params.d_k_map, block * BLOCK_COLUMNS, row, kv_head, rows_k,
+                store_box(params.d_k_map, block * BLOCK_COLUMNS, n0 + warpgroup * 64, kv_head, rows_k,
                           K_smem + (block * TILE_N + warpgroup * 64) * ROW_BYTES);
         }
         if (params.d_v) {
 #pragma unroll
             for (int block = 0; block < (HEAD_DIM_V + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS; ++block)
-                store_box(params.d_v_map, block * BLOCK_COLUMNS, row, kv_head, rows_k,
+                store_box(params.d_v_map, block * BLOCK_COLUMNS, n0 + warpgroup * 64, kv_head, rows_k,
                           V_smem + (block * TILE_N + warpgroup * 64) * ROW_BYTES);
         }
-        tma_store_commit();
+tma_store_commit();
     }
     if (lane == 0) tma_store_wait_read<0>();  // before the block's shared memory goes
 }
