@@ -9,20 +9,7 @@ from fagen.arch import KIB, REGISTERS, Arch
 _LANES = 32
 _REGISTER_UNIT = 256  # registers are given to a warp in steps of this many
 _SCHEDULERS = 4  # each with a quarter of the registers; the warps of a block are spread over all
-_SHARED_UNIT = 128  # bytes
-_SHARED_OF_SYSTEM = KIB  # a block
-
-# CUDA programming guide, technical specifications by compute capability: warps and blocks that a multiprocessor holds,
-# and its shared memory in KiB.
-_MULTIPROCESSORS = {
-    (8, 0): (64, 32, 164),
-    (8, 6): (48, 16, 100),
-    (8, 7): (48, 16, 164),
-    (8, 9): (48, 24, 100),
-    (9, 0): (64, 32, 228),
-    (10, 0): (64, 32, 228),
-    (12, 0): (48, 24, 100),
-}
+_SHARED_UNIT, _SHARED_UNIT_OF_TURING = 128, 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -42,19 +29,20 @@ def occupancy(arch: Arch, *, registers: int, shared: int, threads: int) -> Occup
     The rules are those of the driver's cuOccupancyMaxActiveBlocksPerMultiprocessor, where shared memory has the largest
     share of the L1 cache that it can have.
     """
-    most_warps, most_blocks, shared_kib = _MULTIPROCESSORS[arch.capability]
+    multiprocessor = arch.multiprocessor
     warps = -(-threads // _LANES)
     spread = -(-warps // _SCHEDULERS) * _SCHEDULERS
+    unit = _SHARED_UNIT if arch.capability >= (8, 0) else _SHARED_UNIT_OF_TURING
     a_warp = _up(registers * _LANES, _REGISTER_UNIT)
     bounds = {
         "registers": REGISTERS // _SCHEDULERS // a_warp * _SCHEDULERS // warps if a_warp * spread <= REGISTERS else 0,
-        "shared memory": shared_kib * KIB // _up(shared + _SHARED_OF_SYSTEM, _SHARED_UNIT),
-        "warps": most_warps // warps,
-        "blocks": most_blocks,
+        "shared memory": multiprocessor.shared_kib * KIB // max(1, _up(shared + multiprocessor.system_kib * KIB, unit)),
+        "warps": multiprocessor.warps // warps,
+        "blocks": multiprocessor.blocks,
     }
     blocks = min(bounds.values())
     limits = tuple(name for name, bound in bounds.items() if bound == blocks)
-    return Occupancy(blocks, blocks * warps, most_warps, limits)
+    return Occupancy(blocks, blocks * warps, multiprocessor.warps, limits)
 
 
 def _up(count: int, unit: int) -> int:

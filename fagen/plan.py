@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
-from fagen.arch import Arch, sm80, sm90
+from fagen.arch import Arch, sm75, sm80, sm90
 from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, LinearTile, SumTile, TileConfig
 from fagen.errors import SpecError
 from fagen.params import Field, ParamStruct
@@ -16,6 +16,18 @@ from fagen.tensor_map import ROW_END
 
 Kind = Literal["fwd", "decode", "combine", "bwd_delta", "bwd", "bwd_convert", "bwd_dq"]
 Tile = TileConfig | HopperTile | BackwardTile | HopperBackwardTile | SumTile | LinearTile
+
+
+class _MmaFamily(Protocol):
+    """A module of arch/ whose kernels are those of `mma.sync`."""
+
+    def forward_tile(self, spec: AttentionSpec, arch: Arch) -> TileConfig: ...
+    def decode_tile(self, spec: AttentionSpec, arch: Arch) -> TileConfig: ...
+    def backward_tile(self, spec: AttentionSpec, arch: Arch) -> BackwardTile: ...
+    def dq_tile(self, spec: AttentionSpec, arch: Arch) -> TileConfig: ...
+
+
+_WITHOUT_PRODUCTS = ("combine", "bwd_delta")  # one template for all cards
 
 
 def _input_fields(packed: bool) -> tuple[Field, ...]:
@@ -261,16 +273,24 @@ class KernelPlan:
     @property
     def template(self) -> str:
         """Template of the kernel, relative to `templates/`."""
-        return f"{self.family}/{'fwd' if self.kind == 'decode' else self.kind}.cu.j2"
+        in_turns = isinstance(self.tile, BackwardTile) and self.tile.in_turns and self.kind == "bwd"
+        name = "fwd" if self.kind == "decode" else "bwd_in_turns" if in_turns else self.kind
+        return f"{self.family}/{name}.cu.j2"
 
     @property
     def family(self) -> str:
-        """Folder of the template: on Hopper, sm80 where its own family lacks the kernel."""
-        return "sm90" if isinstance(self.tile, HopperTile | HopperBackwardTile) else "sm80"
+        """Folder of the template: sm80 where the architecture's own family lacks the kernel."""
+        if isinstance(self.tile, HopperTile | HopperBackwardTile):
+            return "sm90"
+        return "sm75" if self.arch.family == "sm75" and self.kind not in _WITHOUT_PRODUCTS else "sm80"
 
     @property
     def primitives(self) -> tuple[str, ...]:
         """Base names of the files of primitives that the template calls."""
+        return sm75.primitives(self._primitives) if self.arch.family == "sm75" else self._primitives
+
+    @property
+    def _primitives(self) -> tuple[str, ...]:
         if self.kind == "bwd_delta":
             return sm80.DELTA_PRIMITIVES
         if self.kind == "bwd_convert":
@@ -420,22 +440,26 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
     `tiles` replaces the family's own choices, for tuning. Raises SpecError where a block would need more shared memory
     than the architecture has.
     """
+    unserved = sm75.unserved(spec) if arch.family == "sm75" else None
+    if unserved is not None:
+        raise SpecError(f"{spec.slug} is not served on {arch.name}: {unserved}")
     hopper = arch.family == "sm90" and sm90.serves(spec)
-    chosen: dict[Kind, Tile] = {"fwd": sm90.forward_tile(spec) if hopper else sm80.forward_tile(spec, arch)}
+    tiles_of: _MmaFamily = sm75 if arch.family == "sm75" else sm80
+    chosen: dict[Kind, Tile] = {"fwd": sm90.forward_tile(spec) if hopper else tiles_of.forward_tile(spec, arch)}
     specs: dict[Kind, AttentionSpec] = {}
     if spec.split_kv:
-        chosen["decode"] = sm80.decode_tile(spec, arch)
+        chosen["decode"] = tiles_of.decode_tile(spec, arch)
         chosen["combine"] = LinearTile(warps=4)
         specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
         hopper = arch.family == "sm90" and sm90.backward_unserved(spec) is None
-        chosen["bwd"] = sm90.backward_tile(spec) if hopper else sm80.backward_tile(spec, arch)
+        chosen["bwd"] = sm90.backward_tile(spec) if hopper else tiles_of.backward_tile(spec, arch)
         # These know of head dims, the type and packing only, and so serve every spec that shares them.
         specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, varlen=spec.varlen, backward=True)
         if spec.deterministic:
             specs["fwd"] = spec.model_copy(update={"deterministic": False})
-            chosen["bwd_dq"] = sm80.dq_tile(spec, arch)
+            chosen["bwd_dq"] = tiles_of.dq_tile(spec, arch)
         else:
             specs["bwd_convert"] = AttentionSpec(
                 head_dim=spec.head_dim,

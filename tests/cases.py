@@ -7,6 +7,7 @@ adds a row to each.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from fagen.check import Case, alibi_slopes_per_batch
@@ -502,6 +503,74 @@ GRADIENTS: list[Case] = [
     *DETERMINISTIC,
     *GRADIENT_VARLEN,
 ]
+
+
+# Rows whose budget in fp16 no kernel keeps: a norm of two rows of 8 elements, and gradients that are 0 by cancellation.
+_NOT_IN_FP16 = {
+    "hdim8_fp16-b1h2k1-q1k16",
+    "hdim8_fp16_backward-b1h2k1-q1k16",
+    "hdim64_fp16_window_backward-b1h2k1-q90k33-w0,0",
+}
+
+
+def in_fp16(cases: list[Case]) -> list[Case]:
+    """The same rows in fp16, for cards without bf16."""
+    rows = (replace(case, spec=case.spec.model_copy(update={"dtype": "fp16"})) for case in cases)
+    return [case for id_, case in {case.id: case for case in rows}.items() if id_ not in _NOT_IN_FP16]
+
+
+# What Turing's kernels run emulated: each feature, each way of padding, each tile; of each spec the largest small row.
+TURING_SPECS = [
+    "hdim8_fp16",
+    "hdim64_fp16",
+    "hdim72_fp16",
+    "hdim128_fp16_causal",
+    "hdim192_hdimv128_fp16_causal",
+    "hdim256_fp16",
+    "hdim8_hdimv256_fp16",
+    "hdim40_hdimv104_fp16_causal",
+    "hdim64_fp16_window",
+    "hdim64_fp16_softcap",
+    "hdim128_fp16_causal_alibi",
+    "hdim64_fp16_dropout",
+    "hdim64_fp16_causal_window_softcap_alibi_dropout",
+    "hdim136_hdimv72_fp16_window_softcap_alibi_dropout",
+    "hdim64_fp16_varlen",
+    "hdim72_hdimv40_fp16_window_softcap_alibi_dropout_varlen",
+    "hdim64_fp16_splitkv",
+    "hdim128_fp16_causal_splitkv",
+    "hdim72_hdimv40_fp16_window_softcap_splitkv",
+    "hdim64_fp16_causal_alibi_dropout_splitkv",
+    "hdim64_fp16_causal_paged_splitkv",
+    "hdim72_hdimv40_fp16_softcap_paged_splitkv",
+    "hdim128_fp16_window_alibi_varlen_paged",
+]
+TURING_GRADIENT_SPECS = [
+    "hdim8_fp16_backward",
+    "hdim40_fp16_backward",
+    "hdim64_fp16_backward",
+    "hdim128_fp16_causal_backward",
+    "hdim192_fp16_backward",
+    "hdim256_fp16_backward",
+    "hdim8_hdimv256_fp16_backward",
+    "hdim64_fp16_window_backward",
+    "hdim64_fp16_softcap_backward",
+    "hdim128_fp16_causal_alibi_backward",
+    "hdim256_fp16_dropout_backward",
+    "hdim64_fp16_causal_window_softcap_alibi_dropout_backward",
+    "hdim72_hdimv40_fp16_window_softcap_alibi_dropout_varlen_backward",
+    "hdim72_fp16_backward_deterministic",
+    "hdim256_fp16_causal_backward_deterministic",
+    "hdim64_fp16_causal_varlen_backward_deterministic",
+    "hdim40_hdimv72_fp16_window_softcap_alibi_dropout_backward_deterministic",
+]
+
+
+def largest(cases: list[Case], slugs: list[str]) -> list[Case]:
+    """The largest of the small rows of each of the specs that the slugs name."""
+    rows = sorted(cases, key=lambda case: case.batch * case.seqlen_q * case.seqlen_k)
+    found = {case.spec.slug: case for case in rows if not case.large}
+    return [found[slug] for slug in slugs]
 
 
 def specs(cases: list[Case] = CASES) -> Iterator[AttentionSpec]:

@@ -51,6 +51,16 @@ def specs() -> st.SearchStrategy[AttentionSpec]:
     return spec_fields().map(lambda fields: AttentionSpec(**fields))
 
 
+TARGETS = [resolve(name + suffix) for name in known() for suffix in ("", "+ptx")]
+TURING = [arch for arch in TARGETS if arch.family == "sm75"]
+
+
 def archs() -> st.SearchStrategy[Arch]:
-    """Any target, as machine code or PTX."""
-    return st.sampled_from([resolve(name + suffix) for name in known() for suffix in ("", "+ptx")])
+    """Any target that serves every spec, as machine code or PTX."""
+    return st.sampled_from([arch for arch in TARGETS if arch not in TURING])
+
+
+def served() -> st.SearchStrategy[tuple[AttentionSpec, Arch]]:
+    """Any spec, and any target that serves it."""
+    turing = specs().map(lambda spec: spec.model_copy(update={"dtype": "fp16"}))
+    return st.one_of(st.tuples(specs(), archs()), st.tuples(turing, st.sampled_from(TURING)))

@@ -6,17 +6,18 @@ import re
 
 import pytest
 from hypothesis import given, settings
-from strategies import DTYPES, FEATURES, HEAD_DIMS, archs, specs
+from strategies import DTYPES, FEATURES, HEAD_DIMS, served
 
 from fagen import target
-from fagen.arch import Arch, for_capability, known, parse_list, resolve
+from fagen.arch import Arch, capabilities, for_capability, known, parse_list, resolve, why
 from fagen.arch.tiles import HopperTile, TileConfig
 from fagen.errors import SpecError
 from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
 
 # CUDA programming guide, "maximum amount of shared memory per thread block" by compute capability, KiB.
-SMEM_KIB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm90a": 227, "sm100": 227, "sm120": 99}
+SMEM_KIB = {"sm75": 64, "sm80": 163, "sm86": 99, "sm87": 163, "sm88": 99, "sm89": 99, "sm90": 227, "sm90a": 227}
+SMEM_KIB |= {"sm100": 227, "sm103": 227, "sm110": 227, "sm120": 99, "sm121": 99}
 MAX_THREADS_PER_BLOCK, MAX_REGISTERS, REGISTERS_PER_SM = 1024, 255, 65536
 
 
@@ -37,6 +38,8 @@ def names(text: str, capability: tuple[int, int] | None = None) -> list[str]:
         ("sm_90a 9.0", ["sm90a", "sm90"]),
         ("9.0a+PTX", ["sm90a", "sm90a+ptx"]),
         ("8.0;8.0", ["sm80"]),
+        ("7.5+PTX", ["sm75", "sm75+ptx"]),
+        ("7.5;10.3;11.0;12.1", ["sm75", "sm103", "sm110", "sm121"]),
     ],
 )
 def test_lists(text: str, expected: list[str]) -> None:
@@ -46,9 +49,8 @@ def test_lists(text: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("8.0 7.5", "'7.5' needs the Turing kernels"),
+        ("8.0 7.2", "unknown architecture '7.2'"),
         ("7.0;9.0", "unknown architecture '7.0'"),
-        ("7.5", "'7.5' needs the Turing kernels, which this version lacks"),
         ("8.0a", "unknown architecture '8.0a'"),
         ("9", "unknown architecture '9'"),
         ("90", "unknown architecture '90'"),
@@ -64,7 +66,7 @@ def test_invalid_entries_are_named(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=re.escape(message)) as caught:
         parse_list(text)
     assert "\n" not in str(caught.value)
-    assert "sm80" in str(caught.value) or "this version lacks" in str(caught.value)
+    assert "sm80" in str(caught.value)
 
 
 def test_native_is_the_card() -> None:
@@ -75,24 +77,27 @@ def test_native_is_the_card() -> None:
 @pytest.mark.parametrize(
     ("capability", "name"),
     [
+        ((7, 5), "sm75"),
         ((8, 0), "sm80"),
         ((8, 6), "sm86"),
         ((8, 7), "sm87"),
         ((8, 9), "sm89"),
         ((9, 0), "sm90a"),
         ((10, 0), "sm100"),
-        ((10, 3), "sm100"),  # machine code runs on later minor versions
+        # Machine code runs on later minor versions; more toolkits know the older ones.
+        ((8, 8), "sm86"),
+        ((10, 3), "sm100"),
         ((12, 0), "sm120"),
         ((12, 1), "sm120"),
-        ((11, 0), "sm100+ptx"),  # not on later major ones: the driver compiles
-        ((13, 0), "sm120+ptx"),
+        ((11, 0), "sm110"),
+        ((13, 0), "sm121+ptx"),  # not on later major ones: the driver compiles
     ],
 )
 def test_target_of_a_card(capability: tuple[int, int], name: str) -> None:
     assert for_capability(capability).name == name
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (5, 2)])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2), (5, 2)])
 def test_cards_that_are_too_old(capability: tuple[int, int]) -> None:
     with pytest.raises(SpecError, match=r"\d\.\d is older than any target"):
         for_capability(capability)
@@ -105,8 +110,21 @@ def test_known_targets_and_their_shared_memory() -> None:
     for name in known():
         arch = resolve(name)
         assert resolve(arch.sm) == arch and arch.name == name
-        # A Hopper card gets its own family; sm90 is for who asks for it.
-        assert for_capability(arch.capability) == (resolve("sm90a") if name == "sm90" else arch)
+        # A Hopper card gets its own family; sm90 is for who asks for it. Others get what is theirs, or runs as well.
+        chosen = for_capability(arch.capability)
+        assert chosen == (resolve("sm90a") if name == "sm90" else arch) or name in ("sm88", "sm103", "sm121")
+        assert chosen.smem_limit == arch.smem_limit and chosen.capability[0] == arch.capability[0]
+
+
+def test_why_a_card_gets_its_target() -> None:
+    """A reason for every card that is known, newer, or of a minor version that nobody knows yet."""
+    assert why((7, 5)) == "its own" and why((9, 0)) != "its own"
+    assert "fewer toolkits" in why((8, 8)) and "fewer toolkits" in why((12, 1))
+    assert why((12, 7)) == "the newest that runs there" and for_capability((12, 7)).name == "sm121"
+    assert "PTX" in why((13, 0)) and for_capability((13, 0)).ptx_only
+    with pytest.raises(SpecError, match="older than any target"):
+        why((7, 0))
+    assert {for_capability(capability).capability[0] for capability in capabilities()} == {7, 8, 9, 10, 11, 12}
 
 
 def test_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +151,14 @@ def check_tile(kernel: KernelPlan) -> None:
     assert isinstance(tile, TileConfig), where
     row_warps, key_warps = (1, tile.warps) if tile.along_keys else (tile.warps, 1)
     assert tile.tile_m % (16 * row_warps) == 0 and tile.tile_n % (16 * key_warps) == 0, where
-    assert tile.stages in ((2, 3, 4, 5, 6) if tile.along_keys else (1, 2)) and tile.blocks_per_sm >= 1, where
+    # On Turing the second stage is in registers.
+    stages = (1,) if kernel.family == "sm75" else (2, 3, 4, 5, 6) if tile.along_keys else (1, 2)
+    assert tile.stages in stages and tile.blocks_per_sm >= 1, where
     assert kernel.threads == 32 * tile.warps <= MAX_THREADS_PER_BLOCK, where
-    # The multiprocessor has the limit of one block and 1 KiB, of which each block costs 1 KiB besides its own.
-    resident = tile.blocks_per_sm * (kernel.smem_bytes + 1024)
-    assert resident <= kernel.arch.smem_limit + 1024, where
+    # The multiprocessor has the limit of one block and what the system takes of each: 1 KiB, on Turing nothing.
+    system = 0 if kernel.arch.capability == (7, 5) else 1024
+    resident = tile.blocks_per_sm * (kernel.smem_bytes + system)
+    assert resident <= kernel.arch.smem_limit + system, where
     # O alone must leave registers for the rest.
     registers = REGISTERS_PER_SM // (tile.blocks_per_sm * kernel.threads)
     o_registers = tile.tile_m // row_warps * (-(-kernel.spec.dim_v // 16) * 16) // 32
@@ -165,13 +186,17 @@ def check_hopper_tile(kernel: KernelPlan, tile: HopperTile, where: str) -> None:
         assert other.tile_n == tile.tile_n, where
 
 
-@pytest.mark.parametrize("arch", [resolve(name) for name in known()], ids=known())
+# One of each family and limit: what decides tiles.
+TILED = {(resolve(name).family, resolve(name).smem_limit): resolve(name) for name in known()}
+
+
+@pytest.mark.parametrize("arch", TILED.values(), ids=lambda arch: arch.name)
 def test_every_head_dim_has_a_tile_that_fits(arch: Arch) -> None:
     features: list[dict[str, bool]] = [{}, *({name: True} for name in FEATURES), dict.fromkeys(FEATURES, True)]
     for head_dim in HEAD_DIMS:
         for dim_v in (None, 8, 64, 72, 128, 136, 192, 256):
             for on in features:
-                for dtype in DTYPES:
+                for dtype in DTYPES if arch.family != "sm75" else ("fp16",):
                     spec = AttentionSpec(head_dim=head_dim, head_dim_v=dim_v, dtype=dtype, **on)
                     check_tile(plan(spec, arch)[0])
                     check_tile(plan(spec.model_copy(update={"split_kv": True}), arch)[1])
@@ -180,8 +205,9 @@ def test_every_head_dim_has_a_tile_that_fits(arch: Arch) -> None:
 
 
 @settings(max_examples=300)
-@given(specs(), archs())
-def test_any_spec_has_a_tile_that_fits(spec: AttentionSpec, arch: Arch) -> None:
+@given(served())
+def test_any_spec_has_a_tile_that_fits(pair: tuple[AttentionSpec, Arch]) -> None:
+    spec, arch = pair
     kernel, *others = plan(spec, arch)
     check_tile(kernel)
     called = spec.slug.replace("_deterministic", "")  # the forward is the same
@@ -194,8 +220,17 @@ def test_any_spec_has_a_tile_that_fits(spec: AttentionSpec, arch: Arch) -> None:
     assert all(kernel.tile.tile_m % other.tile.tile_m == 0 for other in others if other.kind in ("bwd", "bwd_dq"))
 
 
-def test_a_tile_that_does_not_fit_is_refused() -> None:
-    tile = TileConfig(tile_m=128, tile_n=128, warps=4, stages=2, blocks_per_sm=1)
-    message = r"needs 327680 bytes of shared memory a block; sm86 has 101376"
+@pytest.mark.parametrize("name", ["sm75", "7.5+PTX"])
+def test_turing_has_no_bf16(name: str) -> None:
+    message = r"hdim64_bf16_causal is not served on sm75.*: the tensor cores of Turing multiply fp16, not bf16"
     with pytest.raises(SpecError, match=message):
-        plan(AttentionSpec(head_dim=256), resolve("sm86"), {"fwd": tile})
+        plan(AttentionSpec(head_dim=64, causal=True), resolve(name))
+
+
+@pytest.mark.parametrize("name", known())
+def test_a_tile_that_does_not_fit_is_refused(name: str) -> None:
+    """Whether it is for the card or for the emulator, which runs what was planned."""
+    tile = TileConfig(tile_m=128, tile_n=128, warps=4, stages=2, blocks_per_sm=1)
+    message = rf"needs 327680 bytes of shared memory a block; {name} has {SMEM_KIB[name] * 1024}"
+    with pytest.raises(SpecError, match=message):
+        plan(AttentionSpec(head_dim=256, dtype="fp16"), resolve(name), {"fwd": tile})

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from strategies import FEATURES
 from test_forward import ORDERS, SMALL
 
 import fagen
 from fagen import reference
-from fagen.arch import known, resolve
+from fagen.arch import known, resolve, sm75
 from fagen.build import build
 from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
+from fagen.errors import BuildError, ToolchainError
 from fagen.plan import plan
 from fagen.spec import AttentionSpec
+from fagen.toolchain import find_cuda_compiler
 
 SPECS = [
     AttentionSpec(head_dim=128, causal=True, softcap=True),
@@ -22,11 +28,42 @@ SPECS = [
 ]
 
 
+# A spec for each feature, alone or with what it needs; fp16, which every family serves.
+FEATURE_SPECS = {
+    "dense": {},
+    "head_dim": {"head_dim": 8},
+    "head_dim_v": {"head_dim": 72, "head_dim_v": 40},
+    **{name: {name: True} for name in FEATURES if name != "deterministic"},
+    "split_kv": {"split_kv": True},
+    "paged": {"paged": True, "split_kv": True, "head_dim": 128},
+}
+# One of each family has each feature, one of each limit, which chooses tiles, both ways and both orders, any other one
+# kernel. FAGEN_WHOLE_MATRIX=1 compiles each for each.
+WHOLE_MATRIX = os.environ.get("FAGEN_WHOLE_MATRIX") == "1"
+FAMILIES = {resolve(name).family: name for name in reversed(known())}.values()
+LIMITS = {(resolve(name).family, resolve(name).smem_limit): name for name in reversed(known())}.values()
+
+
+def served_specs(name: str) -> list[AttentionSpec]:
+    """The specs that are compiled for an architecture."""
+    turing = resolve(name).family == "sm75"
+    specs = [spec.model_copy(update={"dtype": "fp16"}) if turing else spec for spec in SPECS]
+    if name not in LIMITS and not WHOLE_MATRIX:
+        return specs[:1]
+    if name in FAMILIES or WHOLE_MATRIX:
+        specs += [AttentionSpec(**{"head_dim": 64, "dtype": "fp16"} | fields) for fields in FEATURE_SPECS.values()]
+    return [spec for spec in specs if not turing or sm75.unserved(spec) is None]
+
+
 @pytest.mark.parametrize("name", known())
 def test_kernels_compile_for_every_architecture(name: str) -> None:
     """A cubin without a stack frame beyond a few spilled registers, within the architecture's shared memory."""
     arch = resolve(name)
-    kernels = [kernel for spec in SPECS for kernel in plan(spec, arch)]
+    try:
+        find_cuda_compiler().check(arch)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    kernels = list(dict.fromkeys(kernel for spec in served_specs(name) for kernel in plan(spec, arch)))
     for kernel, artifact in zip(kernels, build(kernels), strict=True):
         assert artifact.resources is not None
         assert artifact.resources.registers <= 255
@@ -80,3 +117,14 @@ def test_hopper_forwards_keep_all_in_registers() -> None:
         assert artifact.resources is not None and kernel.family == "sm90"
         assert (artifact.resources.stack, artifact.resources.spill_stores) == (0, 0), kernel.slug
         assert "serialized" not in artifact.log, kernel.slug
+
+
+@pytest.mark.parametrize("call", ["cp_async_commit();", "pack_bf16(0.0f, 0.0f);"])
+def test_what_turing_lacks_does_not_even_compile_emulated(templates: Path, call: str) -> None:
+    """Copies that are asynchronous and bf16 are no primitives of the family, for the card and for the CPU alike."""
+    path = templates / "sm75" / "fwd.cu.j2"
+    path.write_text(path.read_text().replace("        fetch_v(n);\n", f"        fetch_v(n);\n        {call}\n"))
+    kernels = plan(AttentionSpec(head_dim=16, dtype="fp16"), resolve("sm75"))
+    for emulate in (False, True):
+        with pytest.raises(BuildError, match=call.partition("(")[0]):
+            build(kernels, emulate=emulate)

@@ -11,7 +11,7 @@ import torch
 from emulator import HOPPER_PRIMITIVES, Hopper, compile_kernel, header, launch
 from torch import Tensor
 
-from fagen.arch import sm80
+from fagen.arch import sm75, sm80
 from fagen.emulator import EmulatedKernel
 
 Kernels = Callable[[str], EmulatedKernel]
@@ -176,7 +176,15 @@ def test_tanh_errs_as_much_as_the_hardware_may(kernels: Kernels, floats: Tensor)
 HOPPER = Hopper((("rs", 64), ("rs", 80), ("ss", 16), ("ss", 128)))
 
 
-@pytest.mark.parametrize("primitive", [*sm80.PRIMITIVES, "tanh", "reduce", "unpack", *HOPPER_PRIMITIVES])
+EVERY_PRIMITIVE = {
+    *sm80.PRIMITIVES,
+    *sm75.primitives(sm80.PRIMITIVES),
+    *("tanh", "reduce", "unpack"),
+    *HOPPER_PRIMITIVES,
+}
+
+
+@pytest.mark.parametrize("primitive", sorted(EVERY_PRIMITIVE))
 def test_every_ptx_primitive_has_its_emulation(primitive: str) -> None:
     """Same functions with the same parameters in both directories, up to the line that the emulator adds."""
     name = re.compile(r"(\w+ \w+)\(([^)]*(?:\(&\w+\)[^)]*)*)\) \{")

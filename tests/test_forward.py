@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, specs
+from cases import CASES, TURING_SPECS, in_fp16, largest, specs
 from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,10 @@ from fagen.target import default_archs
 
 HOPPER = resolve("sm90a")
 SMALL = [case for case in CASES if not case.large]
+TURING = [
+    *largest(in_fp16(CASES), TURING_SPECS),
+    Case(spec=AttentionSpec(head_dim=256, dtype="fp16", split_kv=True), heads=8, heads_k=2, seqlen_q=1, seqlen_k=300),
+]
 
 # One case for each way that threads of a block depend on each other: pipelines, masks, skipped tiles, padded dims.
 ORDERS = [
@@ -43,6 +47,12 @@ def emulated_kernels() -> None:
     with FileLock(Path(os.environ["FAGEN_CACHE_DIR"]) / "table.lock"):
         (arch, *_), _ = default_archs()
         build([k for spec in specs(SMALL) for one in (arch, HOPPER) for k in plan(spec, one)], emulate=True)
+
+
+@pytest.fixture(scope="session")
+def turing_kernels() -> None:
+    with FileLock(Path(os.environ["FAGEN_CACHE_DIR"]) / "turing.lock"):
+        build([k for spec in specs(TURING) for k in plan(spec, resolve("sm75"))], emulate=True)
 
 
 def call(case: Case, device: str, arch: str | None = None) -> tuple[Tensor, Tensor]:
@@ -75,10 +85,23 @@ def test_hopper_emulated(case: Case) -> None:
     judge(case, "cpu", HOPPER.name)
 
 
+@pytest.mark.usefixtures("turing_kernels")
+@pytest.mark.parametrize("case", TURING, ids=lambda case: case.id)
+def test_turing_emulated(case: Case) -> None:
+    judge(case, "cpu", "sm75")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gpu(case: Case) -> None:
     judge(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", in_fp16(CASES), ids=lambda case: case.id)
+def test_turing_on_this_gpu(case: Case) -> None:
+    """Turing's kernels as PTX, which the driver of any newer card compiles: its numbers, not its speed."""
+    judge(case, "cuda", "7.5+PTX")
 
 
 @pytest.mark.usefixtures("emulated_kernels")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DETERMINISTIC, GRADIENTS, specs
+from cases import DETERMINISTIC, GRADIENTS, TURING_GRADIENT_SPECS, in_fp16, largest, specs
 from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fagen
 from fagen import reference
+from fagen.arch import resolve
 from fagen.build import build
 from fagen.check import (
     FLASH_FACTOR,
@@ -36,6 +37,7 @@ from fagen.spec import AttentionSpec
 from fagen.target import default_archs
 
 SMALL = [case for case in GRADIENTS if not case.large]
+TURING = largest(in_fp16(GRADIENTS), TURING_GRADIENT_SPECS)
 
 # One case for each way that threads and blocks depend on each other: stages, the sum of dQ, masks, padded dims.
 ORDERS = [
@@ -59,19 +61,26 @@ def emulated_kernels() -> None:
         build(list(kernels), emulate=True)
 
 
+@pytest.fixture(scope="session")
+def turing_kernels() -> None:
+    with FileLock(Path(os.environ["FAGEN_CACHE_DIR"]) / "turing-gradients.lock"):
+        kernels = dict.fromkeys(kernel for spec in specs(TURING) for kernel in plan(spec, resolve("sm75")))
+        build(list(kernels), emulate=True)
+
+
 def by_id(id_: str) -> Case:
     return next(case for case in GRADIENTS if case.id == id_)
 
 
-def call(case: Case, device: str) -> Results:
-    attention = fagen.load(case.spec, emulate=device == "cpu")
+def call(case: Case, device: str, arch: str | None = None) -> Results:
+    attention = fagen.load(case.spec, arch=arch, emulate=device == "cpu")
     return differentiate(attention, case.inputs(device), *case.upstream(device))
 
 
-def judge(case: Case, device: str) -> None:
+def judge(case: Case, device: str, arch: str | None = None) -> None:
     """o, lse, dq, dk and dv within their budgets of the reference, or of PyTorch's flash kernel's on a GPU if more."""
     inputs, (d_o, d_lse) = case.inputs(device), case.upstream(device)
-    o, lse, gradients = call(case, device)
+    o, lse, gradients = call(case, device, arch)
     for x, like in zip(gradients, (inputs.q, inputs.k, inputs.v), strict=True):
         assert x.shape == like.shape and x.dtype == like.dtype
     expected_o, expected_lse = case.reference(inputs)
@@ -96,10 +105,23 @@ def test_emulated(case: Case) -> None:
     judge(case, "cpu")
 
 
+@pytest.mark.usefixtures("turing_kernels")
+@pytest.mark.parametrize("case", TURING, ids=lambda case: case.id)
+def test_turing_emulated(case: Case) -> None:
+    judge(case, "cpu", "sm75")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
 def test_gpu(case: Case) -> None:
     judge(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", in_fp16(GRADIENTS), ids=lambda case: case.id)
+def test_turing_on_this_gpu(case: Case) -> None:
+    """Turing's kernels as PTX, which the driver of any newer card compiles: its numbers, not its speed."""
+    judge(case, "cuda", "7.5+PTX")
 
 
 # ---------------------------------------------------------------- order

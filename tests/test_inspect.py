@@ -17,13 +17,13 @@ from fake_toolchain import Stub
 from test_cli import Fagen, command, cuda_compiler, run  # noqa: F401
 
 from fagen import banks, build, disassembly, inspection, toolchain
-from fagen.arch import KIB, resolve, sm80, sm90
+from fagen.arch import KIB, known, resolve, sm80, sm90
 from fagen.cli.inspect import lines
 from fagen.cli.specs import parse
 from fagen.disassembly import Disassembler, by_class
 from fagen.emulator import EmulatedKernel
 from fagen.errors import SpecError, ToolchainError
-from fagen.occupancy import _MULTIPROCESSORS, Occupancy, occupancy
+from fagen.occupancy import Occupancy, occupancy
 from fagen.plan import plan
 from fagen.render import environment
 from fagen.spec import AttentionSpec
@@ -111,15 +111,15 @@ def test_occupancy_is_that_of_nvidia_s_own_header(tmp_path: Path) -> None:
     (tmp_path / "ask.cpp").write_text(
         "#include <cuda_occupancy.h>\n#include <cstdio>\n"
         "int main() {\n"
-        "    int major, minor, threads_sm, shared_sm, optin, registers, fixed, dynamic, threads;\n"
-        '    while (scanf("%d %d %d %d %d %d %d %d %d", &major, &minor, &threads_sm, &shared_sm, &optin, &registers,\n'
-        "                 &fixed, &dynamic, &threads) == 9) {\n"
+        "    int major, minor, threads_sm, shared_sm, optin, system, registers, fixed, dynamic, threads;\n"
+        '    while (scanf("%d %d %d %d %d %d %d %d %d %d", &major, &minor, &threads_sm, &shared_sm, &optin, &system,\n'
+        "                 &registers, &fixed, &dynamic, &threads) == 10) {\n"
         "        cudaOccDeviceProp card;\n"
         "        card.computeMajor = major, card.computeMinor = minor, card.maxThreadsPerBlock = 1024;\n"
         "        card.maxThreadsPerMultiprocessor = threads_sm;\n"
         "        card.regsPerBlock = card.regsPerMultiprocessor = 65536;\n"
         "        card.warpSize = 32, card.sharedMemPerBlock = 49152, card.sharedMemPerMultiprocessor = shared_sm;\n"
-        "        card.numSms = 1, card.sharedMemPerBlockOptin = optin, card.reservedSharedMemPerBlock = 1024;\n"
+        "        card.numSms = 1, card.sharedMemPerBlockOptin = optin, card.reservedSharedMemPerBlock = system;\n"
         "        cudaOccFuncAttributes kernel;\n"
         "        kernel.maxThreadsPerBlock = 1024, kernel.numRegs = registers, kernel.sharedSizeBytes = fixed;\n"
         "        kernel.partitionedGCConfig = PARTITIONED_GC_OFF, kernel.numBlockBarriers = 1;\n"
@@ -139,14 +139,14 @@ def test_occupancy_is_that_of_nvidia_s_own_header(tmp_path: Path) -> None:
     draw = random.Random(7)
     asked: list[tuple[Any, int, int, int, int]] = []
     for _ in range(4000):
-        arch = resolve(draw.choice(["sm80", "sm86", "sm87", "sm89", "sm90a", "sm100", "sm120"]))
+        arch = resolve(draw.choice(known()))
         fixed = draw.choice([0, 0, 100, 5000])
         dynamic = draw.randint(0, draw.choice([3000, arch.smem_limit - fixed]))
         asked.append((arch, draw.randint(8, 255), fixed, dynamic, draw.choice([32, 96, 100, 128, 256, 384, 512, 1024])))
     questions = []
     for arch, *numbers in asked:
-        warps, _, kib = _MULTIPROCESSORS[arch.capability]
-        card = (*arch.capability, warps * 32, kib * KIB, arch.smem_limit)
+        holds = arch.multiprocessor
+        card = (*arch.capability, holds.warps * 32, holds.shared_kib * KIB, arch.smem_limit, holds.system_kib * KIB)
         questions.append(" ".join(map(str, (*card, *numbers))))
     said = subprocess.run([program_path], input="\n".join(questions), capture_output=True, text=True, check=True).stdout
     factors = {"warps": 1, "registers": 2, "shared memory": 4, "blocks": 8}
@@ -184,6 +184,13 @@ def test_every_kernel_of_another_family_says_why() -> None:
     for features in ({"backward": True}, {"backward": True, "deterministic": True}, {"split_kv": True}):
         for kernel in plan(AttentionSpec(head_dim=64, **features), resolve("sm90a")):
             assert bool(inspection.fallback(kernel)) == (kernel.family != "sm90")
+
+
+def test_turing_s_kernels_without_products_are_those_of_every_card() -> None:
+    for features in ({"backward": True}, {"split_kv": True}):
+        for kernel in plan(AttentionSpec(head_dim=64, dtype="fp16", **features), resolve("sm75")):
+            own = kernel.kind not in ("combine", "bwd_delta")
+            assert (kernel.family == "sm75") == own == (inspection.fallback(kernel) is None)
 
 
 # The disassembler
@@ -446,7 +453,7 @@ def test_diff_against_flags_and_a_saved_run(inspect: Fagen, tmp_path: Path) -> N
         (["--diff", "nowhere.json"], "nowhere.json: no such file"),
         (["--save", "nowhere/run.json"], "there is no folder nowhere"),
         (["--save", "."], "--save .: is a folder"),
-        (["--arch", "sm75"], "Turing"),
+        (["--arch", "sm75"], "use fp16"),
     ],
 )
 def test_bad_input_is_one_line_and_builds_nothing(

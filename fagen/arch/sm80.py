@@ -40,7 +40,8 @@ def backward_smem_bytes(spec: AttentionSpec, tile: BackwardTile) -> int:
     """Dynamic shared memory of the main backward, bytes: K, V, `stages` tiles of Q and dO with statistics, P and dS."""
     dim, dim_v = padded(spec.head_dim), padded(spec.dim_v)
     keys = tile.tile_n * (dim + dim_v) * ELEMENT_BYTES
-    queries = tile.tile_m * ((dim + dim_v) * ELEMENT_BYTES + ROW_STATISTICS_BYTES)
+    columns = max(dim, dim_v) if tile.in_turns else dim + dim_v
+    queries = tile.tile_m * (columns * ELEMENT_BYTES + ROW_STATISTICS_BYTES)
     return keys + tile.stages * queries + 2 * tile.tile_m * tile.tile_n * ELEMENT_BYTES
 
 

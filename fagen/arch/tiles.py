@@ -85,7 +85,7 @@ class BackwardTile:
     """How one block of the main backward kernel works: it keeps tile_n keys and steps through tile_m queries.
 
     stages: buffers for Q and dO. Of the warps, s_rows lie along the queries in S and dP, kv_rows along the keys in dK
-    and dV, q_rows along the queries in dQ; the others along the columns.
+    and dV, q_rows along the queries in dQ; the others along the columns. in_turns: Q and dO take turns in one buffer.
     """
 
     tile_m: int
@@ -96,6 +96,7 @@ class BackwardTile:
     kv_rows: int
     q_rows: int
     blocks_per_sm: int
+    in_turns: bool = False
 
     def sum_tile(self, columns: int) -> SumTile:
         """How the sum of dQ of so many columns is kept: the warps along the columns share them."""
@@ -103,7 +104,8 @@ class BackwardTile:
         return SumTile(self.tile_m, self.warps, self.q_rows, -(-steps // (self.warps // self.q_rows)))
 
     def __str__(self) -> str:
-        return f"{self.tile_n} keys x {self.tile_m} query rows, {self.warps} warps, {_stages(self.stages, 'queries')}"
+        queries = _stages(self.stages, "queries in turns" if self.in_turns else "queries")
+        return f"{self.tile_n} keys x {self.tile_m} query rows, {self.warps} warps, {queries}"
 
 
 @dataclass(frozen=True)
