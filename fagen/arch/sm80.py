@@ -106,8 +106,8 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     if widest <= 64:
         # d64: 346 full, 337 causal with 96 keys a step; 64 keys 327 and 309, 112 spill. 99 KiB: two blocks of 48 KiB.
         return TileConfig(tile_m=128, tile_n=96 if roomy else 64, warps=4, stages=2, blocks_per_sm=2)
-    if widest <= 128 and not roomy:  # two blocks of at most 48 KiB
-        return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
+    if not roomy:
+        return _tile_of_99_kib(widest)
     if widest <= 128:
         # d80: 356 full, 341 causal with 64 keys a step; d96: 356 and 353, 48 keys 350 and 346. d128 full: 391, 48 keys
         # 389; causal: 331, 48 keys 363; causal with softcap 340, 48 keys 331: its fragment seldom needs the maxima of a
@@ -116,14 +116,29 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
         wide = hopper and (plain or capped or widest <= 96)
         return TileConfig(tile_m=128, tile_n=64 if wide else 48, warps=4, stages=2, blocks_per_sm=2)
     # O leaves registers for 16 rows a warp only.
-    if widest <= 192 and roomy:
+    if widest <= 192:
         # d192: 351 full, 352 causal with 4 warps and 64 keys a step; 8 warps and 96 keys 342 and 337.
         return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=2)
-    if roomy:
-        # d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and 64 keys, two blocks, 336 and 350; a
-        # second stage 324.
-        return TileConfig(tile_m=128, tile_n=80 if spec.alibi else 96, warps=8, stages=1, blocks_per_sm=1)
-    return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=1)
+    # d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and 64 keys, two blocks, 336 and 350; a second
+    # stage 324.
+    return TileConfig(tile_m=128, tile_n=80 if spec.alibi else 96, warps=8, stages=1, blocks_per_sm=1)
+
+
+def _tile_of_99_kib(widest: int) -> TileConfig:
+    """The tile of the forward kernel for head dims above 64 where a block has 99 KiB, and two together have 100.
+
+    Argued from occupancy, as CUDA 13.0 compiles: 8 warps are what the registers leave, two for each scheduler, so that
+    one multiplies while the other is at its softmax or a barrier. None of these spills.
+    """
+    if widest <= 96:  # two blocks of 42 KiB; 64 keys would spill up to 56 bytes with alibi and dropout
+        return TileConfig(tile_m=128, tile_n=48, warps=4, stages=1, blocks_per_sm=2)
+    if widest <= 128:  # two blocks of 48 KiB
+        return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
+    if widest <= 192:  # two blocks of 48 KiB; 64 keys, 72 KiB, would leave one block, of 4 warps
+        return TileConfig(tile_m=64, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
+    # d256: 96 KiB. Two blocks of 48 KiB have as many warps but 16 keys a step, which reads 1.2 times as much of shared
+    # memory: three quarters of the time of the products, on cards whose float32 sums are not at half rate.
+    return TileConfig(tile_m=128, tile_n=32, warps=8, stages=1, blocks_per_sm=1)
 
 
 def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
