@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Literal, TypeVar
 
 from fagen import bundle, cache, env, toolchain
-from fagen.arch import Arch, for_capability
+from fagen.arch import KIB, Arch, capabilities, for_capability, why
 from fagen.driver import Gpu, driver_version, gpus
 from fagen.errors import FagenError
 
@@ -106,6 +106,56 @@ def diagnose() -> Diagnosis:
     )
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """What cards of one compute capability run.
+
+    shared_kib: that a block may have, KiB. made_of: what the kernels are made of. why: why this target. compiles:
+    whether the compiler here knows it, None where there is none.
+    """
+
+    capability: str
+    generation: str
+    target: str
+    family: str
+    shared_kib: int
+    made_of: str
+    why: str
+    compiles: bool | None
+
+
+def architectures() -> tuple[Architecture, ...]:
+    """What cards of each compute capability run, oldest first."""
+    try:
+        compiler: toolchain.Compiler | None = toolchain.find_cuda_compiler()
+    except FagenError:
+        compiler = None
+    rows = []
+    for capability in capabilities():
+        arch = for_capability(capability)
+        rows.append(
+            Architecture(
+                capability=".".join(map(str, capability)),
+                generation=arch.multiprocessor.generation,
+                target=arch.name,
+                family=arch.family,
+                shared_kib=arch.smem_limit // KIB,
+                made_of=arch.made_of,
+                why=why(capability),
+                compiles=None if compiler is None else _compiles(compiler, arch),
+            )
+        )
+    return tuple(rows)
+
+
+def _compiles(compiler: toolchain.Compiler, arch: Arch) -> bool:
+    try:
+        compiler.check(arch)
+    except FagenError:
+        return False
+    return True
+
+
 def _asked_compiler() -> str | None:
     """The CUDA compiler that the environment asks for, None where it asks for none or for nonsense."""
     try:
@@ -154,7 +204,7 @@ def _gpu(cards: list[Gpu], arch: Arch | None) -> Finding:
     found = "; ".join(f"{card.name} ({card.capability[0]}.{card.capability[1]})" for card in cards)
     if arch is None:
         return Finding("GPU", "problem", found, "older than every architecture that fagen builds for")
-    return Finding("GPU", "ok", f"{found}, kernels for {arch.name}")
+    return Finding("GPU", "ok", f"{found}, kernels for {arch.name}: {arch.made_of}")
 
 
 def _gpu_arch(cards: list[Gpu]) -> Arch | None:

@@ -99,6 +99,7 @@ def report(kernel: KernelPlan, artifact: Artifact, instructions: dict[str, int] 
         "slug": kernel.slug,
         "spec": kernel.spec.model_dump(mode="json"),
         "arch": kernel.arch.name,
+        "made_of": kernel.arch.made_of,
         "family": kernel.family,
         "template": kernel.template,
         "fallback": fallback(kernel),
@@ -140,7 +141,7 @@ def fallback(kernel: KernelPlan) -> str | None:
     """Why a kernel is not of the family that its architecture has of its own; None where it is."""
     if kernel.family == kernel.arch.family:
         return None
-    if kernel.kind in ("bwd_delta", "bwd_convert"):
+    if kernel.kind in ("bwd_delta", "bwd_convert") or kernel.arch.family == "sm75":
         return "it has no products, and is the same for all families"
     return sm90.backward_unserved(kernel.spec) if kernel.kind in ("bwd", "bwd_dq") else sm90.unserved(kernel.spec)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fagen import bundle, doctor, toolchain
+from fagen.arch import Arch
 from fagen.cli import main
 from fagen.doctor import Diagnosis, Finding, Gpu, diagnose
 from fagen.errors import CacheError, FagenError, ToolchainError
@@ -73,7 +74,7 @@ def test_a_whole_machine(machine: Machine) -> None:
     diagnosis = diagnose()
     assert all(finding.ok and not finding.advice for finding in diagnosis.findings)
     assert diagnosis.ok and diagnosis.runs_cuda and diagnosis.runs_cpu
-    assert finding(diagnosis, "GPU").found == "NVIDIA H200 (9.0), kernels for sm90a"
+    assert finding(diagnosis, "GPU").found.startswith("NVIDIA H200 (9.0), kernels for sm90a: wgmma, ")
     assert finding(diagnosis, "CUDA compiler").found == "NVRTC 13.0.88, serves sm90a"
     assert finding(diagnosis, "ninja").found.startswith("1.13.0")
 
@@ -212,6 +213,39 @@ def test_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
         "cache",
     }
     assert all(set(row) == {"name", "status", "found", "advice"} for row in document["findings"])
+
+
+def test_a_turing_card(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("NVIDIA GeForce RTX 2060 SUPER", (7, 5))])
+    found = finding(diagnose(), "GPU")
+    assert found.ok and "(7.5), kernels for sm75: " in found.found and "fp16 alone" in found.found
+
+
+def test_what_cards_run(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each compute capability, whatever is here: its target, its family, whether the compiler knows it."""
+
+    def check(self: toolchain.NvrtcCompiler, arch: Arch) -> None:
+        if arch.capability < (8, 0):
+            raise ToolchainError("too old")
+
+    monkeypatch.setattr(toolchain.NvrtcCompiler, "check", check)
+    assert main(["doctor", "--cards", "--json"]) == 0
+    rows = {row["capability"]: row for row in json.loads(capsys.readouterr().out)["cards"]}
+    assert list(rows) == ["7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"]
+    assert {key: rows["7.5"][key] for key in ("target", "family", "shared_kib", "compiles")} == {
+        "target": "sm75",
+        "family": "sm75",
+        "shared_kib": 64,
+        "compiles": False,
+    }
+    assert (rows["9.0"]["target"], rows["9.0"]["family"], rows["9.0"]["compiles"]) == ("sm90a", "sm90", True)
+    assert rows["12.1"]["target"] == "sm120" and "would be the same" in rows["12.1"]["why"]
+    assert main(["doctor", "--cards"]) == 0
+    printed = capsys.readouterr().out
+    assert "sm75, unknown to the compiler here" in " ".join(printed.split())
+    machine.have(nvrtc=None, nvcc=None)
+    assert main(["doctor", "--cards", "--json"]) == 0
+    assert all(row["compiles"] is None for row in json.loads(capsys.readouterr().out)["cards"])
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

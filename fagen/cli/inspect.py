@@ -120,6 +120,7 @@ def lines(report: Report) -> list[str]:
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str]]:
+    yield "target", f"{report['arch']}: {report['made_of']}"
     yield "template", f"{report['template']}, of the {report['family']} family"
     if report["fallback"] is not None:
         yield "", f"the family of {report['arch']} does not have it: {report['fallback']}"
