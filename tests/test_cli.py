@@ -503,7 +503,7 @@ def test_check_of_decoding_that_stops_or_cannot_be(run: Fagen, monkeypatch: pyte
         (["build", "--head-dim", "100"], 2, "pad the tensors to 104"),
         (["build", "--head-dim", "512"], 2, "from 8 to 256"),
         (["build", "--head-dim", "64", "--dtype", "int8"], 2, "input should be 'bf16' or 'fp16'"),
-        (["build", "--head-dim", "64", "--arch", "sm42"], 2, "unknown architecture 'sm42'; known: sm80"),
+        (["build", "--head-dim", "64", "--arch", "sm42"], 2, "unknown architecture 'sm42'; known: sm75"),
         (["build", "--head-dim", "64", "--arch", ","], 2, "an empty architecture list"),
         (["build", "--head-dim", "64", "--sofcap"], 2, "--softcap"),
         (["build", "--head-dim", "64", "-j", "0"], 2, "-j"),

@@ -136,8 +136,8 @@ def _tile_of_99_kib(widest: int) -> TileConfig:
         return TileConfig(tile_m=128, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
     if widest <= 192:  # two blocks of 48 KiB; 64 keys, 72 KiB, would leave one block, of 4 warps
         return TileConfig(tile_m=64, tile_n=32, warps=4, stages=1, blocks_per_sm=2)
-    # d256: 96 KiB. Two blocks of 48 KiB have as many warps but 16 keys a step, which reads 1.2 times as much of shared
-    # memory: three quarters of the time of the products, on cards whose float32 sums are not at half rate.
+    # d256: 96 KiB. Two blocks of 48 KiB have as many warps, but 16 keys a step: twice the barriers, twice the reads of
+    # keys and values, and 1.2 times those of shared memory.
     return TileConfig(tile_m=128, tile_n=32, warps=8, stages=1, blocks_per_sm=1)
 
 
