@@ -336,10 +336,11 @@ def test_bank_conflicts_that_are_known(tmp_path: Path) -> None:
         ({"causal": True, "softcap": True}, "sm80"),
         ({"backward": True}, "sm80"),
         ({"split_kv": True}, "sm80"),
+        ({"backward": True, "dtype": "fp16"}, "sm75"),
         ({}, "sm90a"),
     ],
 )
-def test_tiles_are_laid_out_without_conflicts(features: dict[str, bool], arch: str) -> None:
+def test_tiles_are_laid_out_without_conflicts(features: dict[str, Any], arch: str) -> None:
     variant = AttentionSpec(head_dim=64, **features), resolve(arch)
     found = banks.count(*variant)
     assert tuple(found) == plan(*variant)
@@ -348,6 +349,10 @@ def test_tiles_are_laid_out_without_conflicts(features: dict[str, bool], arch: s
         matrices = [line for line in counted if "matrix_x4" in line.primitive]
         assert matrices or kernel.kind in ("bwd_delta", "bwd_convert", "combine")
         assert all(line.conflicts == 0 and line.wavefronts == 4 * line.accesses for line in matrices)
+        # What goes through registers is stored as cp.async writes it.
+        placed = [line for line in counted if line.template == "sm75/tile.cuh.j2"]
+        assert bool(placed) == (kernel.family == "sm75" and kernel.kind != "bwd_convert")
+        assert all(line.conflicts == 0 for line in placed)
 
 
 def test_inspect_emulated(inspect: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
