@@ -71,13 +71,14 @@ __device__ __forceinline__ void unpack_f16(float& lo, float& hi, u32 v) {
 
 // ==== kernel ====
 // delta_i = sum_d o_id do_id - dlse_i, what the softmax takes back from every score of row i. LANES lanes share a row.
-// Rows past the last, up to a multiple of 128, get 0.
+// Rows that see nothing get 0, and so do those past the last, up to a multiple of 128: their log2 of the sum is infinite.
 
 // >>> common/params.cuh.j2
 struct Params {
     const u16* o;  // (B, Sq, Hq, Dv), strides in elements below
     const u16* d_o;  // likewise
     const float* d_lse;  // (B, Hq, Sq), or null
+    const float* stats;  // (B, Hq, Sq padded to 128, 2): reference and log2 of the sum; or null
     float* delta;  // (B, Hq, Sq padded to 128)
     i64 o_batch_stride;
     i64 o_row_stride;
@@ -91,13 +92,14 @@ struct Params {
     int seqlen_q;
     int heads_q;
 };
-static_assert(sizeof(Params) == 112, "Params differs from what the caller packs");
+static_assert(sizeof(Params) == 120, "Params differs from what the caller packs");
 
 constexpr int HEAD_DIM_V = 256;
 constexpr int THREADS = 128;
 constexpr int LANES = 8;
 constexpr int ROWS = THREADS / LANES;  // rows a block
 constexpr int CHUNK = 8;               // elements of one load
+constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr u32 FULL_WARP = 0xffffffffu;
 
 // >>> common/statistics.cuh.j2
@@ -139,6 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fagen_bwd_delta(const __gr
         if (params.d_lse && row < seqlen_q)
             sum -= ld_global_f32(params.d_lse + batch * params.d_lse_batch_stride + head * params.d_lse_head_stride +
                                  row * params.d_lse_row_stride);
-        st_global_f32(params.delta + static_cast<i64>(batch_head) * padded_rows(seqlen_q) + row, sum);
+        // The lse of a row that sees nothing is -inf, and what a loss makes of that may be NaN.
+        const i64 stats_row = static_cast<i64>(batch_head) * padded_rows(seqlen_q) + row;
+        const bool empty = ld_global_f32(params.stats + 2 * stats_row + 1) == -NEG_INF;
+        st_global_f32(params.delta + stats_row, empty ? 0.0f : sum);
     }
 }

@@ -71,13 +71,14 @@ __device__ __forceinline__ void unpack_f16(float& lo, float& hi, u32 v) {
 
 // ==== kernel ====
 // delta_i = sum_d o_id do_id - dlse_i, what the softmax takes back from every score of row i. LANES lanes share a row.
-// Rows past the last, up to a multiple of 128, get 0.
+// Rows that see nothing get 0, and so do those past the last, up to a multiple of 128: their log2 of the sum is infinite.
 
 // >>> common/params.cuh.j2
 struct Params {
     const u16* o;  // (Tq, Hq, Dv)
     const u16* d_o;  // likewise
     const float* d_lse;  // (Hq, Tq), or null
+    const float* stats;  // (Hq, stats_rows, 2): reference and log2 of the sum; or null
     float* delta;  // (Hq, stats_rows)
     i64 o_row_stride;
     i64 o_head_stride;
@@ -90,13 +91,14 @@ struct Params {
     int heads_q;
     int stats_rows;  // of statistics and delta a head
 };
-static_assert(sizeof(Params) == 104, "Params differs from what the caller packs");
+static_assert(sizeof(Params) == 112, "Params differs from what the caller packs");
 
 constexpr int HEAD_DIM_V = 64;
 constexpr int THREADS = 128;
 constexpr int LANES = 8;
 constexpr int ROWS = THREADS / LANES;  // rows a block
 constexpr int CHUNK = 8;               // elements of one load
+constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr u32 FULL_WARP = 0xffffffffu;
 
 // >>> common/statistics.cuh.j2
@@ -143,6 +145,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fagen_bwd_delta(const __gr
         if (params.d_lse && row < seqlen_q)
             sum -= ld_global_f32(params.d_lse + q_begin * params.d_lse_row_stride + head * params.d_lse_head_stride +
                                  row * params.d_lse_row_stride);
-        st_global_f32(params.delta + static_cast<i64>(head) * params.stats_rows + (q_begin / 128 + static_cast<int>(batch)) * 128 + row, sum);
+        // The lse of a row that sees nothing is -inf, and what a loss makes of that may be NaN.
+        const i64 stats_row = static_cast<i64>(head) * params.stats_rows + (q_begin / 128 + static_cast<int>(batch)) * 128 + row;
+        const bool empty = ld_global_f32(params.stats + 2 * stats_row + 1) == -NEG_INF;
+        st_global_f32(params.delta + stats_row, empty ? 0.0f : sum);
     }
 }

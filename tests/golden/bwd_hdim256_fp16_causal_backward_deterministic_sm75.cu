@@ -40,6 +40,17 @@ __device__ __forceinline__ float ld_shared_f32(u32 addr) {
     return v;
 }
 
+__device__ __forceinline__ void ld_shared_f32x2(float (&v)[2], u32 addr) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(addr) : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_f32x4(float (&v)[4], u32 addr) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(addr)
+                 : "memory");
+}
+
 __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -47,8 +58,8 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "memory");
 }
 
-// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads behind a
-// condition differs between lanes, and all that follows from it; here it sees no condition.
+// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads
+// behind a condition differs between lanes, and all that follows from it; here it sees no condition.
 __device__ __forceinline__ u32 ld_shared_b32_by_first_lane(u32 addr) {
     u32 v;
     asm volatile(
@@ -630,10 +641,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                // The lse of a row that sees nothing is -inf, and what a loss makes of that may be NaN.
-                const float row_delta =
-                    ld_shared_f32(delta_smem + (warp_s_row + group + m * MMA_M + r * 8) * sizeof(float));
-                delta[m][r] = log2_sum[m][r] == -NEG_INF ? 0.0f : row_delta;
+                delta[m][r] = ld_shared_f32(delta_smem + (warp_s_row + group + m * MMA_M + r * 8) * sizeof(float));
             }
         }
 #pragma unroll

@@ -40,6 +40,17 @@ __device__ __forceinline__ float ld_shared_f32(u32 addr) {
     return v;
 }
 
+__device__ __forceinline__ void ld_shared_f32x2(float (&v)[2], u32 addr) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(addr) : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_f32x4(float (&v)[4], u32 addr) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(addr)
+                 : "memory");
+}
+
 __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -47,8 +58,8 @@ __device__ __forceinline__ void ld_shared_b128(u32 (&v)[4], u32 addr) {
                  : "memory");
 }
 
-// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads behind a
-// condition differs between lanes, and all that follows from it; here it sees no condition.
+// The word at `addr` for all lanes of the warp, which its first lane alone reads. To a compiler what a lane reads
+// behind a condition differs between lanes, and all that follows from it; here it sees no condition.
 __device__ __forceinline__ u32 ld_shared_b32_by_first_lane(u32 addr) {
     u32 v;
     asm volatile(
