@@ -58,7 +58,8 @@ SPECS = [
 
 @pytest.mark.parametrize("arch", [resolve(name) for name in known()], ids=known())
 def test_no_tile_of_the_tables_is_ruled_out(arch: Any) -> None:
-    for spec in SPECS:
+    for each in SPECS:
+        spec = each.model_copy(update={"dtype": "fp16"}) if arch.family == "sm75" else each
         assert tuned.problem(plan(spec, arch)) is None, spec.slug
 
 
@@ -113,6 +114,27 @@ def test_tiles_of_the_tables_are_in_the_ranges(arch: Any) -> None:
 def test_what_is_ruled_out(kind: str, spec: AttentionSpec, tile: Any, why: str) -> None:
     kernel = KernelPlan(spec, cast(Kind, kind), SM90A, tile)
     assert why in str(ranges.problem(kind, spec, SM90A, tile, kernel.smem_bytes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        ("fwd", TileConfig(128, 32, 4, 2, 1)),
+        ("fwd", TileConfig(128, 32, 4, 1, 1, q_in_registers=True)),
+        ("decode", TileConfig(16, 64, 4, 2, 1, along_keys=True)),
+        ("bwd", BackwardTile(32, 64, 8, 2, 2, 2, 2, 1)),
+        ("bwd_dq", TileConfig(64, 32, 4, 2, 1)),
+    ],
+)
+def test_turing_s_tiles_have_one_stage(kind: Kind, tile: Any) -> None:
+    spec, turing = PLAIN.model_copy(update={"dtype": "fp16"}), resolve("sm75")
+    kernel = KernelPlan(spec, kind, turing, tile)
+    assert "have one stage" in str(ranges.problem(kind, spec, turing, tile, kernel.smem_bytes))
+    one_stage = dataclasses.replace(tile, stages=1, **({"q_in_registers": False} if kind == "fwd" else {}))
+    assert ranges.problem(kind, spec, turing, one_stage, kernel.smem_bytes) is None
+    shipped = {kernel.kind: kernel.tile for kernel in plan(spec.model_copy(update={"split_kv": True}), turing)}
+    found = [one for one in ranges.tiles("decode", shipped["decode"]) if isinstance(one, TileConfig)]
+    assert found and all(one.stages == 1 and not one.q_in_registers for one in found)
 
 
 def test_registers_by_hand() -> None:

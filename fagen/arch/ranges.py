@@ -23,7 +23,6 @@ _STATS_ROWS = 128  # to which the rows of statistics of a head are padded
 _MOST_THREADS = 1024
 _MOST_REGISTERS = 255  # of a thread
 _OTHER_REGISTERS = 24  # addresses, loops and references: no kernel here does with fewer beside its fragments
-_SYSTEM_BYTES = KIB  # of shared memory that each block costs besides its own
 _MMA_ROWS = 16
 _REGISTER_STEP = 8  # in which warpgroups give and take registers
 _LEAST_KEYS = 32  # of a step on Hopper: as many give the first references
@@ -73,8 +72,10 @@ def tiles(kind: str, shipped: object) -> Iterator[Tile]:
             if consumers != shipped.consumers or producer == shipped.producer_registers:
                 yield HopperTile(64 * consumers, keys, stages, q_in_registers, producer)
     elif kind == "decode":
-        for warps, keys, stages, blocks in product(_DECODE_WARPS, _DECODE_WARP_KEYS, _DECODE_STAGES, _DECODE_BLOCKS):
-            yield TileConfig(_MMA_ROWS, warps * keys, warps, stages, blocks, q_in_registers=True, along_keys=True)
+        one_stage = isinstance(shipped, TileConfig) and shipped.stages == 1
+        numbers = product(_DECODE_WARPS, _DECODE_WARP_KEYS, (1,) if one_stage else _DECODE_STAGES, _DECODE_BLOCKS)
+        for warps, keys, stages, blocks in numbers:
+            yield TileConfig(_MMA_ROWS, warps * keys, warps, stages, blocks, not one_stage, along_keys=True)
     elif kind == "fwd":
         for rows, warps, keys, stages, blocks, q_in_registers in product(
             _FORWARD_WARP_ROWS, _FORWARD_WARPS, _FORWARD_KEYS, _FORWARD_STAGES, _FORWARD_BLOCKS, (False, True)
@@ -92,7 +93,7 @@ def tiles(kind: str, shipped: object) -> Iterator[Tile]:
             *[_BACKWARD_DIVISIONS] * 3,
             _BACKWARD_BLOCKS,
         ):
-            yield BackwardTile(queries, keys, warps, stages, s_rows, kv_rows, q_rows, blocks)
+            yield BackwardTile(queries, keys, warps, stages, s_rows, kv_rows, q_rows, blocks, shipped.in_turns)
     elif kind == "bwd_dq":
         for rows, warps, keys, stages, blocks in product(_DQ_WARP_ROWS, _DQ_WARPS, _DQ_KEYS, _DQ_STAGES, _DQ_BLOCKS):
             yield TileConfig(rows * warps, keys, warps, stages, blocks)
@@ -117,11 +118,17 @@ def problem(kind: str, spec: AttentionSpec, arch: Arch, tile: object, smem_bytes
         return f"statistics are padded to {_STATS_ROWS} rows, which {tile.tile_m} do not divide"
     if isinstance(tile, HopperTile | HopperBackwardTile):
         return _hopper_problem(spec, tile)
-    if tile.blocks_per_sm * (smem_bytes + _SYSTEM_BYTES) > arch.smem_limit + _SYSTEM_BYTES:
+    of_system = _system_bytes(arch)
+    if tile.blocks_per_sm * (smem_bytes + of_system) > arch.smem_limit + of_system:
         return f"{tile.blocks_per_sm} blocks of {smem_bytes} bytes do not share a multiprocessor of {arch.name}"
     shape = _backward_problem(tile) if isinstance(tile, BackwardTile) else _forward_problem(kind, tile)
     if shape is not None:
         return shape
+    if arch.family == "sm75":
+        if tile.stages > 1 or (isinstance(tile, TileConfig) and tile.q_in_registers):
+            return "copies through registers have one stage, and Q in shared memory"
+    elif kind == "decode" and tile.stages < 2:
+        return "a single stage has no keys under way"
     held, bound = fragment_registers(kind, spec, tile), register_bound(tile)
     if held + _OTHER_REGISTERS > bound:
         return f"{held} registers of fragments a thread, of {bound}"
@@ -133,13 +140,18 @@ def largest(tile: AnyTile, arch: Arch, smem_bytes: int) -> AnyTile:
     compiles to the same instructions."""
     if not isinstance(tile, TileConfig | BackwardTile):
         return tile
-    fitting = (arch.smem_limit + _SYSTEM_BYTES) // (smem_bytes + _SYSTEM_BYTES)
+    fitting = (arch.smem_limit + _system_bytes(arch)) // (smem_bytes + _system_bytes(arch))
     alike = [dataclasses.replace(tile, blocks_per_sm=blocks) for blocks in range(1, fitting + 1)]
     return max(
         (one for one in alike if register_bound(one) == register_bound(tile)),
         key=lambda one: one.blocks_per_sm,
         default=tile,
     )
+
+
+def _system_bytes(arch: Arch) -> int:
+    """Shared memory that each block costs besides its own."""
+    return arch.multiprocessor.system_kib * KIB
 
 
 def with_dropout(shipped: AnyTile, tile: AnyTile) -> AnyTile | None:
@@ -193,8 +205,6 @@ def _forward_problem(kind: str, tile: TileConfig) -> str | None:
         return "the warps lie along the keys for few query rows, and only there"
     if kind == "bwd_dq" and (tile.q_in_registers or tile.stages > 2):
         return "dQ has at most two stages, and Q in shared memory"
-    if kind == "decode" and tile.stages < 2:
-        return "a single stage has no keys under way"
     return None
 
 
