@@ -54,7 +54,7 @@ def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile for few query rows, which is to read keys and values as fast as memory gives them.
 
     A fetch of either is under way while the other is used: 16 KiB a block, where 448 GB/s and 0.6 us of latency ask for
-    8 KiB of each of 34 multiprocessors. From d200 on registers hold no more than what 2 warps use at a time.
+    8 KiB of each of 34 multiprocessors. From d232 on shared memory holds what 2 warps use at a time, not 4.
     """
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     for warps in (4, 2):
