@@ -143,7 +143,7 @@ def fallback(kernel: KernelPlan) -> str | None:
         return None
     if kernel.kind in ("bwd_delta", "bwd_convert") or kernel.arch.family == "sm75":
         return "it has no products, and is the same for all families"
-    return sm90.backward_unserved(kernel.spec) if kernel.kind in ("bwd", "bwd_dq") else sm90.unserved(kernel.spec)
+    return sm90.unserved(kernel.spec)
 
 
 def compare(other: Sequence[Report], this: Sequence[Report]) -> Comparison:

@@ -178,6 +178,9 @@ def _sum_fields(packed: bool) -> tuple[Field, ...]:
     )
 
 
+_TURNS = Field(
+    "turns", "u32*", "a number for each warp and tile of dq_sum, 0 before: blocks that have added theirs; or null"
+)
 _KEY_GRADIENTS = (Field("d_k", "u16*", "as k, or null"), Field("d_v", "u16*", "as v, or null"))
 
 
@@ -305,7 +308,7 @@ class KernelPlan:
         if isinstance(self.tile, HopperTile):
             family = sm90.primitives(self.spec, self.tile)
         if isinstance(self.tile, HopperBackwardTile):
-            family = sm90.WIDE_BACKWARD_PRIMITIVES if self.tile.shares_keys else sm90.BACKWARD_PRIMITIVES
+            family = sm90.backward_primitives(self.spec, self.tile)
         return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
 
     @property
@@ -409,7 +412,7 @@ class KernelPlan:
         mods = self.spec.mods
         fields = [field for mod in mods for field in mod.fields]
         if isinstance(self.tile, HopperBackwardTile):
-            fields += _hopper_gradient_fields(packed)
+            fields += [*_hopper_gradient_fields(packed), *([_TURNS] if self.spec.deterministic else [])]
         elif self.kind == "bwd":
             fields += _gradient_fields(packed)
             fields += _key_gradient_fields(packed, with_sum=not self.spec.deterministic)
@@ -453,12 +456,13 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
         specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
-        hopper = arch.family == "sm90" and sm90.backward_unserved(spec) is None
+        hopper = arch.family == "sm90"
         chosen["bwd"] = sm90.backward_tile(spec) if hopper else tiles_of.backward_tile(spec, arch)
         # These know of head dims, the type and packing only, and so serve every spec that shares them.
         specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, varlen=spec.varlen, backward=True)
         if spec.deterministic:
             specs["fwd"] = spec.model_copy(update={"deterministic": False})
+        if spec.deterministic and not hopper:
             chosen["bwd_dq"] = tiles_of.dq_tile(spec, arch)
         else:
             specs["bwd_convert"] = AttentionSpec(

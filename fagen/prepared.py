@@ -370,7 +370,7 @@ class _Backward:
         self._main: Launch | None = None
         self._convert: Launch | None = None
         self._dq: Launch | None = None
-        self._dq_sum_floats = 0
+        self._dq_sum_floats = self._turns = 0
         # dV does without delta: what the kernel makes of memory that nobody wrote goes into dS only.
         if need_q or need_k:
             rows = sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // STATS_ROWS) * STATS_ROWS
@@ -380,7 +380,9 @@ class _Backward:
             tile = main.plan.tile
             assert isinstance(tile, BackwardTile | HopperBackwardTile)
             grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // tile.tile_n)
-            dq_sum = [] if self._deterministic else ["dq_sum"]
+            self._sums = [] if self._deterministic else ["dq_sum"]
+            if self._hopper and main.plan.spec.deterministic:
+                self._sums.append("turns")
             maps: dict[str, TensorMap] = {}
             if isinstance(tile, HopperBackwardTile):
                 queries, keys = tile.tile_m, tile.tile_n
@@ -388,7 +390,7 @@ class _Backward:
                 boxes = {"q": (saved.q, queries), "k": (saved.k, keys), "v": (saved.v, keys), "d_o": (d_o, queries)}
                 maps = _maps(saved.q, {**boxes, "d_k": (dk, 64), "d_v": (dv, 64)})
                 inputs = (*maps, "stats", "delta")
-            self._main = Launch(main, grid, fields, (*inputs, "d_k", "d_v", *dq_sum, *extra_names), maps)
+            self._main = Launch(main, grid, fields, (*inputs, "d_k", "d_v", *self._sums, *extra_names), maps)
         if need_q and self._deterministic:
             kernel = kernels["bwd_dq"]
             self._dq = Launch(kernel, _query_tiles(sizes, kernel), fields, (*inputs, "d_q", *extra_names))
@@ -397,6 +399,8 @@ class _Backward:
             if self._packed:
                 sum_tiles = sizes.heads_q * fields["dq_tiles"]
             self._dq_sum_floats = sum_tiles * main.plan.sum_tile.floats
+            if main.plan.spec.deterministic:
+                self._turns = sum_tiles * main.plan.sum_tile.warps
             self._convert = Launch(kernels["bwd_convert"], tiles, fields, ("dq_sum", "d_q", *begins))
 
     def __call__(
@@ -418,14 +422,16 @@ class _Backward:
         delta = self._new_delta()
         if poison:
             _poison(delta, *(() if self._packed else (dq, dk, dv)))
-        dq_sum = None
+        dq_sum = turns = None
         if self._dq_sum_floats:
             dq_sum = torch.zeros(self._dq_sum_floats, dtype=torch.float32, device=device)
+        if self._turns:
+            turns = torch.zeros(self._turns, dtype=torch.int32, device=device)
         begins = [extras[index] for index in self._begins]
         if self._delta is not None:
             self._delta(o, d_o, d_lse, stats, delta, *begins)
         if self._main is not None:
-            sums = () if self._deterministic else (dq_sum,)
+            sums = (dq_sum, turns)[: len(self._sums)]
             outputs = (dk, dv) if self._hopper else ()
             self._main(q, k, v, d_o, *outputs, stats, delta, dk, dv, *sums, *extras)
         if self._convert is not None:

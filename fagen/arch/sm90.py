@@ -9,8 +9,6 @@ from fagen.spec import AttentionSpec
 
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
 
-BACKWARD_PRIMITIVES = (*PRIMITIVES, "bulk")
-WIDE_BACKWARD_PRIMITIVES = (*PRIMITIVES, "bulk", "reduce")
 
 SMEM_LIMIT = resolve("sm90a").smem_limit
 BLOCK_COLUMNS = 64  # columns of a block of a tile in shared memory: 128 bytes, the span of the swizzle
@@ -59,6 +57,12 @@ def wgmma_shapes(spec: AttentionSpec, tile: HopperTile) -> tuple[tuple[str, int]
     """The products of the forward: where the first operand comes from, and columns."""
     scores = ("rs" if tile.q_in_registers else "ss", tile.tile_n)
     return tuple(sorted({scores, ("rs", padded(spec.dim_v))}))
+
+
+def backward_primitives(spec: AttentionSpec, tile: HopperBackwardTile) -> tuple[str, ...]:
+    """Base names of the files of primitives that the main backward calls."""
+    reduce, turns = ["reduce"] if tile.shares_keys else [], ["turns"] if spec.deterministic else []
+    return (*PRIMITIVES, "bulk", *reduce, *turns)
 
 
 def backward_smem_bytes(spec: AttentionSpec, tile: HopperBackwardTile) -> int:
@@ -131,13 +135,6 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
         return HopperTile(128, tile_n=128, stages=2, q_in_registers=not crowded, producer_registers=two)
     tile_n = 96 if widest <= 192 else 80
     return HopperTile(128, tile_n=tile_n, stages=2, q_in_registers=False, producer_registers=two)
-
-
-def backward_unserved(spec: AttentionSpec) -> str | None:
-    """Why the family has no backward for `spec`; None where it has one."""
-    if spec.deterministic:
-        return "the copy engine adds to dQ in no order"
-    return None
 
 
 def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:

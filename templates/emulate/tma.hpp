@@ -289,4 +289,9 @@ static inline void tma_store_wait_read() {
     emu::wait_for_stores(*emu::current, N);
 }
 
+template <int N>
+static inline void tma_store_wait() {
+    emu::wait_for_stores(*emu::current, N);
+}
+
 static inline void fence_proxy_async() { emu::fence_proxy(*emu::current); }

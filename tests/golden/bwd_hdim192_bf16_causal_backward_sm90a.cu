@@ -215,6 +215,12 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
+// Returns when they have written all too.
+template <int N>
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // Orders the calling thread's ordinary accesses to shared memory before those of the copy engine and of wgmma that a
 // barrier lets follow.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -785,7 +791,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const u64 dS_matrix = mn_major(dS_smem, TILE_N);
     const u64 K_matrix = mn_major(K_smem + warpgroup * 128 / BLOCK_COLUMNS * TILE_N * ROW_BYTES, TILE_N);
     const u32 P_lane = P_smem + thread * 16;
-    float* dQ_sum = nullptr;  // where the part of the step before belongs
+    // A warp's part of dQ of a step: where it belongs.
+    struct Part {
+        float* sum = nullptr;
+    };
+    auto part_of_step = [&](int head, int m0) {
+        Part part;
+        if (params.dq_sum) {
+            const i64 tile = static_cast<i64>((batch * heads_q + head)) * m_tiles + m0 / TILE_M;
+            part.sum = params.dq_sum + tile * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+        }
+        return part;
+    };
+Part part;  // of the step before
 
     int head = first_head, m0 = m_first * TILE_M;
     if (steps > 0) {
@@ -811,9 +829,9 @@ if (warpgroup == 0) {
             mbarrier_wait(Q_full + 8 * stage, parity);
             wgmma_wait<0>();
             wgmma_hold(dQ_rmem);
-            if (dQ_sum) {
+            if (part.sum) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) red_global_add_f32x4(dQ_sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
+                for (int j = 0; j < 8; ++j) red_global_add_f32x4(part.sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
             }
             release(dS_empty);
             // S = K Q^T
@@ -827,9 +845,9 @@ if (warpgroup == 0) {
             }
             wgmma_commit();
 
-            if (dQ_sum) {
+            if (part.sum) {
 #pragma unroll
-                for (int j = 8; j < 16; ++j) red_global_add_f32x4(dQ_sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
+                for (int j = 8; j < 16; ++j) red_global_add_f32x4(part.sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
             }
 
             float log2_sum[S_FRAGS][2];
@@ -906,7 +924,7 @@ if (warpgroup == 0) {
                 }
             }
 
-            mbarrier_wait(P_empty, step % 2 ^ 1);
+    mbarrier_wait(P_empty, step % 2 ^ 1);
 #pragma unroll
             for (int j = 0; j < S_FRAGS; ++j) {
                 const u32 bits[4] = {float_bits(S_rmem[0][j][0]), float_bits(S_rmem[0][j][1]), float_bits(S_rmem[0][j][2]),
@@ -939,7 +957,7 @@ if (warpgroup == 0) {
     wgmma_wait<1>();
             wgmma_hold(dV_rmem);
             release(dO_empty + 8 * stage);
-            if (params.dq_sum) dQ_sum = params.dq_sum + (static_cast<i64>((batch * heads_q + head)) * m_tiles + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+            part = part_of_step(head, m0);
             m0 += TILE_M;
             if (m0 >= query_end) {
                 m0 = m_first * TILE_M;
@@ -948,9 +966,9 @@ if (warpgroup == 0) {
         }
             wgmma_wait<0>();
             wgmma_hold(dQ_rmem);
-            if (dQ_sum) {
+            if (part.sum) {
 #pragma unroll
-                for (int j = 0; j < 16; ++j) red_global_add_f32x4(dQ_sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
+                for (int j = 0; j < 16; ++j) red_global_add_f32x4(part.sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
             }
         named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all have read K and V
         if (params.d_v) {
@@ -985,9 +1003,9 @@ if (warpgroup == 0) {
             mbarrier_wait(dO_full + 8 * stage, parity);
             wgmma_wait<0>();
             wgmma_hold(dQ_rmem);
-            if (dQ_sum) {
+            if (part.sum) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) red_global_add_f32x4(dQ_sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
+                for (int j = 0; j < 4; ++j) red_global_add_f32x4(part.sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
             }
             release(dS_empty);
             // dP = V dO^T
@@ -1001,9 +1019,9 @@ if (warpgroup == 0) {
             }
             wgmma_commit();
 
-            if (dQ_sum) {
+            if (part.sum) {
 #pragma unroll
-                for (int j = 4; j < 8; ++j) red_global_add_f32x4(dQ_sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
+                for (int j = 4; j < 8; ++j) red_global_add_f32x4(part.sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
             }
 
             float deltas[S_FRAGS][2];
@@ -1064,7 +1082,7 @@ if (warpgroup == 0) {
     wgmma_wait<1>();
             wgmma_hold(dK_rmem);
             release(Q_empty + 8 * stage);
-            if (params.dq_sum) dQ_sum = params.dq_sum + (static_cast<i64>((batch * heads_q + head)) * m_tiles + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+            part = part_of_step(head, m0);
             m0 += TILE_M;
             if (m0 >= query_end) {
                 m0 = m_first * TILE_M;
@@ -1073,9 +1091,9 @@ if (warpgroup == 0) {
         }
             wgmma_wait<0>();
             wgmma_hold(dQ_rmem);
-            if (dQ_sum) {
+            if (part.sum) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) red_global_add_f32x4(dQ_sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
+                for (int j = 0; j < 8; ++j) red_global_add_f32x4(part.sum + dq_sum_offset(0, j, 0, lane), dQ_rmem[j]);
             }
         named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all have read K and V
         if (params.d_k) {

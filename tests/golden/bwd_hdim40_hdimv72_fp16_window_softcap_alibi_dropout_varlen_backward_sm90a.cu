@@ -215,6 +215,12 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
+// Returns when they have written all too.
+template <int N>
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // Orders the calling thread's ordinary accesses to shared memory before those of the copy engine and of wgmma that a
 // barrier lets follow.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -761,9 +767,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     // Of dQ a warpgroup has all rows of a block of columns.
     const u64 dS_matrix = mn_major(dS_smem, TILE_N);
     const u64 K_matrix = mn_major(K_smem + warpgroup * TILE_N * ROW_BYTES, TILE_N);
-    // Its part of the sum of dQ: a warp's fragments, as they lie there.
-    const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;
-    float* dQ_sum = nullptr;  // where the part of the step before belongs
+    // A warp's part of dQ of a step: where it belongs.
+    struct Part {
+        float* sum = nullptr;
+    };
+    auto part_of_step = [&](int head, int m0) {
+        Part part;
+        if (params.dq_sum) {
+            const i64 tile = static_cast<i64>(head) * params.dq_tiles + q_begin / TILE_M + batch + m0 / TILE_M;
+            part.sum = params.dq_sum + tile * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+        }
+        return part;
+    };
+const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;  // fragments, as they lie in the sum
+    Part part;  // of the step before
+    auto await_part = [&] {  // the last part has left
+        if (lane == 0) tma_store_wait_read<0>();
+        __syncwarp();
+    };
     auto store_part = [&] {
 #pragma unroll
         for (int j = 0; j < 2 * DQ_STEPS; ++j) {
@@ -773,8 +794,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         }
     };
     auto add_part = [&] {  // after a fence_proxy_async
-        if (lane == 0 && dQ_sum) {
-            bulk_add_f32(dQ_sum, dQ_part, DQ_WARP_BYTES);
+        if (lane == 0 && part.sum) {
+            bulk_add_f32(part.sum, dQ_part, DQ_WARP_BYTES);
             tma_store_commit();
         }
     };
@@ -827,8 +848,7 @@ for (int step = 0; step < steps; ++step) {
         wgmma_commit();
 
         // Meanwhile dQ leaves the registers.
-        if (lane == 0) tma_store_wait_read<0>();
-        __syncwarp();
+        await_part();
         store_part();
 
         mbarrier_wait(dO_full + 8 * stage, parity);
@@ -1094,7 +1114,7 @@ add_part();
             mbarrier_arrive(dO_empty + 8 * stage);
             mbarrier_arrive(Q_empty + 8 * stage);
         }
-        if (params.dq_sum) dQ_sum = params.dq_sum + (static_cast<i64>(head) * params.dq_tiles + q_begin / TILE_M + batch + m0 / TILE_M) * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
+        part = part_of_step(head, m0);
         m0 += TILE_M;
         if (m0 >= query_end) {
             m0 = m_first * TILE_M;
@@ -1104,8 +1124,7 @@ add_part();
     auto finish_part = [&] {
         wgmma_wait<0>();
         wgmma_hold(dQ_rmem);
-        if (lane == 0) tma_store_wait_read<0>();
-        __syncwarp();
+        await_part();
         store_part();
         fence_proxy_async();
         __syncwarp();
