@@ -23,6 +23,7 @@ from fagen import reference
 from fagen.call import DTYPES
 from fagen.errors import LaunchError, SpecError
 from fagen.mods import CallContext
+from fagen.reference import Observe
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -204,9 +205,9 @@ class Case:
             return d_o[0], None if d_lse is None else d_lse[0]
         return d_o, d_lse
 
-    def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def reference(self, inputs: Inputs, observe: Observe | None = None) -> tuple[Tensor, Tensor]:
         """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (Tq, Hq, Dv) and (Hq, Tq), in float64."""
-        call = _for_reference(inputs) | {"causal": self.spec.causal}
+        call = _for_reference(inputs) | {"causal": self.spec.causal, "observe": observe}
         if self.spec.varlen:
             k, v = inputs.k, inputs.v
             if self.spec.paged:
@@ -229,10 +230,12 @@ class Case:
         shape = (self.batch, self.seqlen_q)
         return o.view(*shape, *o.shape[1:]), lse.view(lse.shape[0], *shape).transpose(0, 1)
 
-    def reference_gradients(self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def reference_gradients(
+        self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None, observe: Observe | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv in float64."""
-        call = _for_reference(inputs)
-        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, causal=self.spec.causal, **call)
+        call = _for_reference(inputs) | {"causal": self.spec.causal, "observe": observe}
+        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, **call)
 
 
 def alibi_slopes_per_batch(case: Case, generator: torch.Generator) -> Tensor:
@@ -371,13 +374,18 @@ def compare_gradient(x: Tensor, expected: Tensor, budget: float, seen: Tensor) -
     difference = (value - expected).abs()
     norm = max(float(torch.linalg.vector_norm(expected)), VANISHING * math.sqrt(expected.numel()))
     error = float(torch.linalg.vector_norm(difference)) / norm
-    rms = expected.square().mean(dim=3, keepdim=True).sqrt()
-    largest = float(rms.max().clamp(min=VANISHING))
-    bound = budget * (GRADIENT_ELEMENT_FACTOR * (expected.abs() + rms) + CANCELLATION_FACTOR * largest)
+    bound = gradient_bound(expected, budget)
     bound = bound.masked_fill(~seen.to(bound.device)[None, :, None, None], 0.0)
     elementwise, (b, i, h, d) = _worst(difference, bound)
     worst = Worst(b, h, i, d, float(value[b, i, h, d]), float(expected[b, i, h, d]))
     return Comparison(error, budget, elementwise, worst, error <= budget and elementwise <= 1)
+
+
+def gradient_bound(expected: Tensor, budget: float) -> Tensor:
+    """What each element of a gradient, (..., D), may be off by."""
+    rms = expected.square().mean(dim=-1, keepdim=True).sqrt()
+    largest = float(rms.max().clamp(min=VANISHING))
+    return budget * (GRADIENT_ELEMENT_FACTOR * (expected.abs() + rms) + CANCELLATION_FACTOR * largest)
 
 
 def compare_gradients(

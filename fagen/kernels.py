@@ -37,8 +37,15 @@ _MOST_PACKED = 256  # structs kept a launch: allocators bring back the same few 
 class Kernel:
     """One built kernel on one device."""
 
-    def __init__(self, kernel_plan: KernelPlan, artifact: Artifact, device: int | None) -> None:
-        """Loads the kernel where the process has not yet. `device=None` is the CPU."""
+    def __init__(
+        self,
+        kernel_plan: KernelPlan,
+        artifact: Artifact,
+        device: int | None,
+        own: Mapping[str, torch.Tensor | int] | None = None,
+    ) -> None:
+        """Loads the kernel where the process has not yet. `device=None` is the CPU; `own` has parameters that are the
+        same in every launch, of a traced kernel what it writes to."""
         key = (str(artifact.directory), device)
         if key not in _LOADED:
             if device is None:
@@ -50,6 +57,7 @@ class Kernel:
                 )
         self.plan = kernel_plan
         self.artifact = artifact
+        self.own = own or {}
         self.loaded = _LOADED[key]
 
 
@@ -98,11 +106,12 @@ class Launch:
         order in which a call gives them, and `maps` has those that the kernel takes as tensor maps."""
         maps = maps or {}
         fields = kernel.plan.params.fields
-        names = {field.name for field in fields if field.is_tensor}
+        values = {**values, **{name: _address(value) for name, value in kernel.own.items()}}
+        names = {field.name for field in fields if field.is_tensor} - kernel.own.keys()
         if names != set(tensors):
             raise LaunchError(f"{kernel.plan.entry} takes the tensors {sorted(names)}, not {sorted(tensors)}")
         packed = kernel.plan.params.pack(
-            {field.name: _empty(field) if field.is_tensor else _value(values, field.name) for field in fields}
+            {field.name: _empty(field) if field.name in names else _value(values, field.name) for field in fields}
         )
         self.kernel = kernel
         self.grid = grid
@@ -133,6 +142,8 @@ class Launch:
             for tensor, writable in zip(tensors, self._writable, strict=True)
             if tensor is not None
         ]
+        own = [value for value in self.kernel.own.values() if isinstance(value, torch.Tensor)]
+        ranges += [(tensor.data_ptr(), _extent_bytes(tensor), True) for tensor in own]
         loaded.launch(
             grid=self.grid,
             threads=self._threads,
@@ -164,6 +175,10 @@ class Launch:
 def _empty(field: Field) -> Any:
     """What a tensor's member holds before a call."""
     return bytes(MAP_BYTES) if field.is_map else 0
+
+
+def _address(value: torch.Tensor | int) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 def _value(values: Mapping[str, Any], name: str) -> Any:

@@ -85,12 +85,10 @@ class Attention:
         device = torch.device(device)
         if device not in self._kernels:
             self._check_device(device)
-            if device.type == "cpu":
-                self._kernels[device] = kernels.load(self.spec, self._arch or _default_arch(), None)
-            else:
+            index = None
+            if device.type == "cuda":
                 index = torch.cuda.current_device() if device.index is None else device.index
-                arch = self._arch or for_capability(torch.cuda.get_device_capability(index))
-                self._kernels[device] = kernels.load(self.spec, arch, index)
+            self._kernels[device] = kernels.load(self.spec, self._arch or default_arch(index), index)
         return self._kernels[device]
 
     @overload
@@ -577,7 +575,10 @@ def _warn_of_fallback(name: str) -> None:
     log.warning("no GPU and no FAGEN_ARCH: building for %s", name)
 
 
-def _default_arch() -> Arch:
+def default_arch(index: int | None) -> Arch:
+    """What kernels are built for where nothing is said: for this card, or emulated (None)."""
+    if index is not None:
+        return for_capability(torch.cuda.get_device_capability(index))
     archs, source = target.default_archs()
     if not source:
         _warn_of_fallback(archs[0].name)

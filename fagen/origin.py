@@ -43,7 +43,8 @@ class Line:
 def lines(kernel: KernelPlan, target: renderer.Target = "cuda") -> list[Line]:
     """`render.render(kernel, target)` line by line. Raises BuildError as it does."""
     source = renderer.render(kernel, target)
-    marked = _environment().get_template("kernel.j2").render(**renderer.context(kernel), target=target)
+    template = _environment(renderer.environment()).get_template("kernel.j2")
+    marked = template.render(**renderer.context(kernel), target=target)
     if _MARK.sub("", marked) != source:
         raise FagenError(f"{kernel.slug}: its templates look at their own text, which has no origin then")
     return [_line(text) for text in marked.removesuffix("\n").split("\n")]
@@ -92,8 +93,7 @@ def _marked(text: str, template: str, first: int) -> str:
 
 
 @cache
-def _environment() -> jinja2.Environment:
-    plain = renderer.environment()
+def _environment(plain: jinja2.Environment) -> jinja2.Environment:
     result = plain.overlay(extensions=[_Marks])
     whole: Any = plain.globals["plain"]
     result.globals = {**plain.globals, "plain": lambda path: _marked(whole(path), path, 1)}

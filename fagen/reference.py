@@ -8,6 +8,7 @@ needs no change here. Memory is bounded by working through blocks of query rows,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fagen.errors import SpecError
 from fagen.mods import MODS, ScoreContext
 
-__all__ = ["attention", "dropout_mask", "gradients", "keep_threshold", "philox", "seen"]
+__all__ = ["Observe", "attention", "dropout_mask", "gradients", "keep_threshold", "philox", "seen"]
 
 # Scores held at once: 32 MB a float64 tensor, and about six of them are alive at the widest point.
 BLOCK_SCORES = 1 << 22
@@ -27,6 +28,10 @@ PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
 U32 = 0xFFFFFFFF
+
+# Told of every intermediate: its name, the number of its first batch entry, its query rows, its keys, and its values,
+# (B, Hq, rows, keys). Where gradients are computed the values are part of the graph, so that hooks see theirs.
+Observe = Callable[[str, int, range, range, Tensor], None]
 
 
 def attention(
@@ -42,6 +47,7 @@ def attention(
     offset: int = 0,
     first_batch: int = 0,
     return_lse: bool = True,
+    observe: Observe | None = None,
     **values: Any,
 ) -> Any:
     """Attention in float64.
@@ -50,7 +56,9 @@ def attention(
     masks are aligned to the bottom right: row ``i`` stands at key ``i + Sk - Sq``. ``window`` is (left, right),
     inclusive, -1 for no bound; with ``causal`` the two intersect. ``values`` are the call's values of the score
     modifications by their parameter names (``softcap=50.0``, ``alibi_slopes=...``); None means off. ``first_batch`` is
-    the number of the first batch entry, of which the dropout mask is a function.
+    the number of the first batch entry, of which the dropout mask is a function. ``observe`` is told of ``S``, the
+    product, ``scaled``, each modification by its name, ``mask``, ``P`` (normalised), and with dropout of ``keep``, what
+    P is multiplied by, and of ``dropout``, what that gives.
 
     Returns ``o`` (B, Sq, Hq, Dv) and ``lse`` (B, Hq, Sq), natural log of the undropped softmax, both float64; only
     ``o`` with ``return_lse=False``. A row that sees no key gives o = 0 and lse = -inf, and touches no gradient.
@@ -82,12 +90,18 @@ def attention(
         col = torch.arange(keys.start, keys.stop, device=q.device)[None, :]
         span = slice(keys.start, keys.stop)
 
-        s = scale * _per_group(q[:, :, rows.start : rows.stop], k[:, :, span].transpose(2, 3), group)
+        def note(name: str, values: Tensor) -> Tensor:
+            if observe is not None:
+                observe(name, first_batch, rows, keys, values)
+            return values
+
+        s = note("S", _per_group(q[:, :, rows.start : rows.stop], k[:, :, span].transpose(2, 3), group))
+        s = note("scaled", scale * s)
         for mod in MODS:
             value = values.get(mod.argument)
             if value is not None:
-                s = mod.eager(s, value, ScoreContext(row=row, col=col))
-        s = s.masked_fill(~_visible(row, col, causal, window), -math.inf)
+                s = note(mod.name, mod.eager(s, value, ScoreContext(row=row, col=col)))
+        s = note("mask", s.masked_fill(~_visible(row, col, causal, window), -math.inf))
 
         # The maximum of a row that sees nothing is -inf; 0 in its place keeps exp(s - m) = 0 and its gradient 0.
         m = s.detach().amax(dim=3, keepdim=True) if len(keys) else s.new_zeros(*s.shape[:3], 1)
@@ -97,10 +111,11 @@ def attention(
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
         lse = (m + torch.log(total)).masked_fill(empty, -math.inf).squeeze(3)
-        p = p / total
+        p = note("P", p / total)
         if dropout_p > 0:
             assert seed is not None
-            p = p * _keep(seed, offset, head, rows, seqlen_k, threshold)[..., span] * (65536 / threshold)
+            keep = _keep(seed, offset, head, rows, seqlen_k, threshold)[..., span].double() * (65536 / threshold)
+            p = note("dropout", p * note("keep", keep))
         return _per_group(p, v[:, :, span], group), lse
 
     length = max(1, BLOCK_SCORES // max(1, batch * heads * seqlen_k))

@@ -13,6 +13,7 @@ import jinja2
 
 from fagen.errors import BuildError, FagenError
 from fagen.plan import KernelPlan
+from fagen.stages import TracedPlan
 
 Target = Literal["cuda", "emulate"]
 
@@ -103,8 +104,12 @@ def context(kernel: KernelPlan) -> dict[str, Any]:
     command = ["fagen", "show", *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
     if kernel.spec.backward or kernel.spec.split_kv:  # then there are several kernels
         command += ["--kernel", kernel.kind]
+    traced = isinstance(kernel, TracedPlan)
+    if traced:
+        command[1] = "trace"
     return {
         "kernel": kernel,
+        "traced": traced,
         "spec": kernel.spec,
         "tile": kernel.tile,
         "arch": kernel.arch,

@@ -159,6 +159,7 @@ def test_golden_kernels_meet_every_template() -> None:
         "common/mods.cuh.j2",
         "common/place.j2",
         "common/row_end.cuh.j2",
+        "common/trace.cuh.j2",  # which tests/test_trace.py renders
         "sm90/backward.j2",
         *(kernel.template for kernel in GOLDENS.values()),
     }

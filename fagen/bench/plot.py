@@ -36,14 +36,14 @@ _LIKE = {PLAIN: OURS, CUDNN_PLAIN: CUDNN}  # the same colour, pale and hatched
 _LABELS = {PLAIN: f"{OURS} without softcap", CUDNN_PLAIN: f"{CUDNN} without softcap"}
 
 
-def check(path: Path) -> None:
-    """Before a long measurement: ToolchainError without matplotlib, SpecError for a path that could not be written."""
+def check(path: Path, flag: str = "--plot") -> None:
+    """Before long work: ToolchainError without matplotlib, SpecError for a path that could not be written."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ToolchainError("--plot needs matplotlib: pip install 'fagen[bench]' (or matplotlib alone)")
+        raise ToolchainError(f"{flag} needs matplotlib: pip install 'fagen[bench]' (or matplotlib alone)")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise SpecError(f"--plot {str(path)!r} is not named .png, .svg or .pdf")
+        raise SpecError(f"{flag} {str(path)!r} is not named .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
-        raise SpecError(f"--plot {str(path)!r}: no such directory")
+        raise SpecError(f"{flag} {str(path)!r}: no such directory")
 
 
 def save(report: SpeedReport, path: Path, *, date: str) -> None:

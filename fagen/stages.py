@@ -1,0 +1,97 @@
+"""What a traced kernel writes down: the stages of its arithmetic by name, and the parameters that say where they go.
+
+A traced kernel is rendered from the templates of the kernel that it explains, with the points of
+`templates/common/trace.cuh.j2` between their lines; `fagen.trace` runs it and compares. One block is traced: of scores
+a rectangle of queries and keys, of what grows from step to step the state after each.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from fagen.arch.tiles import HopperTile
+from fagen.params import Field, ParamStruct
+from fagen.plan import KernelPlan
+from fagen.spec import AttentionSpec
+
+KINDS = ("fwd", "bwd", "bwd_dq")  # kernels that can be traced
+
+_RUNNING = Field("trace_running", "float*", "(steps, 3, rows): first key of the step, reference, sum")
+_BETWEEN = Field("trace_between", "float*", "(2, rows): lse and delta, as the forward and bwd_delta left them")
+_PLACE = (
+    Field("trace_batch", "int", "what is traced: a batch entry,"),
+    Field("trace_head", "int", "a head, of k and v where a block has all query heads that share it,"),
+    Field("trace_row", "int", "queries from this one on,"),
+    Field("trace_rows", "int", "so many, of all heads together,"),
+    Field("trace_head_rows", "int", "of one head,"),
+    Field("trace_column", "int", "and keys from this one on,"),
+    Field("trace_columns", "int", "so many"),
+    Field("trace_steps", "int", "of the block"),
+)
+
+
+def of_scores(kind: str, spec: AttentionSpec) -> tuple[str, ...]:
+    """The stages that a score of a kernel of this kind goes through, in order."""
+    mods = [mod.name for mod in spec.mods]
+    absorbed = bool(spec.mods) and spec.mods[0].absorbs_scale
+    dropout = ["dropout"] if spec.dropout else []
+    forward = ("S", *([] if absorbed else ["scaled"]), *mods, "mask", "P", *dropout)
+    if kind == "fwd":
+        return forward
+    return (*forward, "dP", "dS", *(f"dS_{name}" for name in reversed(mods)))
+
+
+def of_steps(kind: str, spec: AttentionSpec) -> tuple[str, ...]:
+    """The accumulators that a kernel of this kind has after each step."""
+    if kind == "fwd":
+        return ("O",)
+    if kind == "bwd_dq":
+        return ("dQ",)
+    return ("dK", "dV") if spec.deterministic else ("dK", "dV", "dQ")
+
+
+def fields(kind: str, spec: AttentionSpec) -> tuple[Field, ...]:
+    """The parameters of a traced kernel beside its own."""
+    shapes = {
+        "O": "(steps, rows, Dv): sum of P V so far",
+        "dK": "(steps, keys, D): sum of dS^T Q so far",
+        "dV": "(steps, keys, Dv): sum of P^T dO so far",
+        "dQ": "(steps, rows, D): sum of dS K so far" if kind == "bwd_dq" else "(steps, queries, D): dS K of the step",
+    }
+    return (
+        Field("trace_scores", "float*", f"(stages, rows, columns): {', '.join(of_scores(kind, spec))}"),
+        _RUNNING if kind == "fwd" else _BETWEEN,
+        *(Field(f"trace_{name.lower()}", "float*", shapes[name]) for name in of_steps(kind, spec)),
+        *_PLACE,
+    )
+
+
+class TracedPlan(KernelPlan):
+    """The variant of a kernel that also writes down what it computes on the way."""
+
+    @classmethod
+    def of(cls, kernel: KernelPlan) -> TracedPlan:
+        return cls(kernel.spec, kernel.kind, kernel.arch, kernel.tile)
+
+    @property
+    def slug(self) -> str:
+        return f"{super().slug}_traced"
+
+    @property
+    def entry(self) -> str:
+        return f"{super().entry}_traced"
+
+    @property
+    def primitives(self) -> tuple[str, ...]:
+        # Hopper's P is in 16 bits when dropout is done with it.
+        more = ("unpack",) if isinstance(self.tile, HopperTile) and self.spec.dropout else ()
+        return super().primitives + more
+
+    @property
+    def trace_stages(self) -> tuple[str, ...]:
+        """What a score goes through."""
+        return of_scores(self.kind, self.spec)
+
+    @cached_property
+    def params(self) -> ParamStruct:
+        return ParamStruct([*super().params.fields, *fields(self.kind, self.spec)])

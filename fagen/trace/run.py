@@ -1,0 +1,256 @@
+"""`trace`: runs a kernel, runs it traced, and compares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fagen import check, origin, stages
+from fagen.arch import resolve
+from fagen.build import find_or_build
+from fagen.cache import Artifact
+from fagen.check import Case, Comparison, Inputs
+from fagen.errors import LaunchError, SpecError
+from fagen.kernels import Kernel
+from fagen.ops import Attention, default_arch
+from fagen.plan import KernelPlan, plan
+from fagen.spec import AttentionSpec
+from fagen.trace.backward import Backward
+from fagen.trace.block import Block, Problem, Written
+from fagen.trace.forward import Forward
+from fagen.trace.parts import Part, Stage, canvas, stack, stage_of
+
+_SOURCE, _LINE = re.compile(r"^  in (.+)$", re.M), re.compile(r"\bline (\d+)\b")  # of the emulator's messages
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What `trace` found."""
+
+    problem: Problem
+    device: str  # the card's name, or "CPU (emulated)"
+    block: Block | None  # None where a fault came before one was chosen
+    results: Mapping[str, Comparison]  # of the kernel as it is, by output
+    parts: Sequence[Part]  # in the order in which the block computes them
+    same_bits: bool = True  # the traced kernel returns what the kernel does
+    fault: str | None = None  # what stopped the kernel; then there is nothing to compare
+    fault_lines: Sequence[str] = ()  # where in the templates the lines are that it names
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages in order."""
+        names = dict.fromkeys(part.stage for part in self.parts)
+        return [stage_of([part for part in self.parts if part.stage == name]) for name in names]
+
+    @property
+    def first(self) -> Stage | None:
+        """The first stage that departs, at the step where it does; None where none does."""
+        return next((stage for part in self.parts if (stage := stage_of([part])).departs), None)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing stopped the kernel, no stage departs and no output is past its budget."""
+        return self.fault is None and self.first is None and all(result.passed for result in self.results.values())
+
+    def arrays(self) -> dict[str, Tensor]:
+        """What was captured and what was expected of each stage: scores as `parts.canvas` lays them out, what there is
+        for each step as `parts.stack` does."""
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(part.stage for part in self.parts):
+            parts = [part for part in self.parts if part.stage == name]
+            found |= canvas(name, parts) if name in self.problem.traced.trace_stages else stack(name, parts)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the tensors, as JSON can hold it."""
+        case, kernel, first = self.problem.case, self.problem.kernel, self.first
+        sizes = ("batch", "heads", "heads_k", "seqlen_q", "seqlen_k")
+        fields = {
+            "slug": kernel.slug,
+            "spec": case.spec.model_dump(mode="json"),
+            "arch": kernel.arch.name,
+            "kernel": kernel.kind,
+            "device": self.device,
+            "shape": {name: getattr(case, name) for name in sizes},
+            "seed": case.seed,
+            "block": None if self.block is None else asdict(self.block),
+            "results": {name: asdict(result) for name, result in self.results.items()},
+            "stages": [asdict(stage) for stage in self.stages],
+            "first": None if first is None else asdict(first),
+            "same_bits": self.same_bits,
+            "fault": self.fault,
+            "fault_lines": list(self.fault_lines),
+            "passed": self.passed,
+        }
+        return {name: check.jsonable(value) for name, value in fields.items()}
+
+
+def trace(
+    spec: AttentionSpec,
+    *,
+    kind: str = "fwd",
+    arch: str | None = None,
+    emulate: bool | None = None,
+    block: Block | None = None,
+    tile: int | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    heads_k: int | None = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Traces a block of the kernel `kind` ("fwd", "bwd", "bwd_dq") of `spec`, on the GPU if there is one, or emulated.
+
+    block: default the one that computes the worst element of the kernel's outputs. tile: only this step of it is looked
+    at, a tile of keys, for "bwd" of queries. The sizes are those of `check.check`. Gradients are those of a loss of o
+    and lse.
+
+    Raises SpecError for a kernel that the spec lacks or that cannot be traced, and for a block or a tile that is not
+    there; and what `fagen.load` raises.
+    """
+    emulated = not torch.cuda.is_available() if emulate is None else emulate
+    case = check.default_case(spec, emulated, batch, heads, heads_k, seqlen_q, seqlen_k, seed)
+    return trace_case(case, kind=kind, arch=arch, emulate=emulated, block=block, tile=tile)
+
+
+def trace_case(
+    case: Case,
+    *,
+    kind: str = "fwd",
+    arch: str | None = None,
+    emulate: bool,
+    block: Block | None = None,
+    tile: int | None = None,
+) -> Trace:
+    """`trace` of one call."""
+    case = replace(case, lse_gradient=case.spec.backward)
+    index = None if emulate else torch.cuda.current_device()
+    kernels = plan(case.spec, default_arch(index) if arch is None else resolve(arch))
+    problem = Problem(case, _chosen(case, kernels, kind), index)
+    if block is not None:
+        problem.check(block)
+    problem.check_step(tile, block)
+    device = "CPU (emulated)" if index is None else torch.cuda.get_device_name(index)
+    inputs = case.inputs(problem.device)
+    artifacts = find_or_build([*kernels, problem.traced], emulate=emulate)
+    try:
+        outputs = _call(problem, _attention(problem), inputs)
+        results = _results(problem, inputs, outputs)
+        for one in _suspects(problem, results) if block is None else [block]:
+            problem.check_step(tile, one)
+            parts, same = _trace(problem, artifacts[-1], inputs, one, outputs)
+            found = Trace(problem, device, one, results, _of_tile(parts, tile), same)
+            if found.first is not None:
+                break
+    except LaunchError as error:
+        lines = _origins(str(error), dict(zip([*kernels, problem.traced], artifacts, strict=True)))
+        return Trace(problem, device, block, {}, (), fault=str(error), fault_lines=lines)
+    return found
+
+
+def _chosen(case: Case, kernels: Sequence[KernelPlan], kind: str) -> KernelPlan:
+    """The kernel that is traced. SpecError where there is none, or nothing to trace."""
+    if case.spec.split_kv:
+        raise SpecError("split_kv=True cannot be traced: the keys of a row are not those of one block")
+    if case.spec.paged:
+        raise SpecError("paged=True cannot be traced: trace the kernel without pages, which differs in loads alone")
+    if not (case.batch and case.seqlen_q and case.seqlen_k):
+        raise SpecError("there is nothing to trace: the call has no query that sees a key")
+    there = {kernel.kind: kernel for kernel in kernels if kernel.kind in stages.KINDS}
+    if kind not in there:
+        raise SpecError(
+            f"there is no kernel {kind!r} to trace: this spec has {' and '.join(there)}; "
+            "bwd comes with backward=True, bwd_dq with deterministic=True too"
+        )
+    kernel = there[kind]
+    if kernel.family == "sm90" and kind != "fwd":
+        raise SpecError(
+            f"{kernel.slug} cannot be traced: of Hopper's own kernels the forward can; --arch sm90 has both"
+        )
+    return kernel
+
+
+def _of_tile(parts: Sequence[Part], tile: int | None) -> list[Part]:
+    """Those of one step, and of the end."""
+    return [part for part in parts if tile is None or part.tile in (tile, None)]
+
+
+def _attention(problem: Problem) -> Attention:
+    """The kernels as they are."""
+    return Attention(problem.spec, arch=problem.kernel.arch.name, emulate=problem.device.type == "cpu")
+
+
+def _call(problem: Problem, attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
+    """What the kernels return."""
+    if problem.kernel.kind == "fwd":
+        o, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, _poison=True, **inputs.call)
+        return {"o": o, "lse": lse}
+    o, lse, (dq, dk, dv) = check.differentiate(attention, inputs, *problem.case.upstream(problem.device))
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _results(problem: Problem, inputs: Inputs, outputs: Mapping[str, Tensor]) -> dict[str, Comparison]:
+    """Each output beside the reference, as `fagen check` judges it."""
+    case = problem.case
+    o, lse = case.reference(inputs)
+    flash = check.flash_error(case, inputs, o) or 0.0
+    budget = max(check.OUTPUT_BUDGET[problem.spec.dtype], check.FLASH_FACTOR * flash)
+    found = {"o": check.compare_o(outputs["o"], o, budget), "lse": check.compare_lse(outputs["lse"], lse)}
+    if "dq" in outputs:
+        expected = case.reference_gradients(inputs, *case.upstream(problem.device))
+        gradients = outputs["dq"], outputs["dk"], outputs["dv"]
+        found |= check.compare_gradients(case, inputs, gradients, expected, {})
+    return found
+
+
+def _suspects(problem: Problem, results: Mapping[str, Comparison]) -> Iterator[Block]:
+    """The block with the worst element of what the kernel puts out; all of a head where any may have spoilt it."""
+    names = {"fwd": ("o", "lse"), "bwd": ("dk", "dv", "dq"), "bwd_dq": ("dq",)}[problem.kernel.kind]
+    name = max(names, key=lambda name: check.badness(results[name]))
+    worst = results[name].worst
+    assert worst is not None
+    batch, row = worst.batch, worst.row
+    if problem.spec.varlen:  # rows of all sequences, numbered through
+        batch = 0
+        while row >= problem.lengths(batch)[name in ("dk", "dv")]:
+            row -= problem.lengths(batch)[name in ("dk", "dv")]
+            batch += 1
+    if not problem.keeps_keys:
+        yield Block(batch, worst.head, row // problem.tile_m)
+    elif name != "dq":
+        yield Block(batch, worst.head, row // problem.tile_n)
+    else:
+        for tile in range(problem.tiles(batch)[1]):
+            yield Block(batch, worst.head // problem.group, tile)
+
+
+def _trace(
+    problem: Problem, artifact: Artifact, inputs: Inputs, block: Block, outputs: Mapping[str, Tensor]
+) -> tuple[list[Part], bool]:
+    """The parts of a block, and whether the traced kernel, which `artifact` holds, returns the bits of `outputs`."""
+    written, attention = Written(problem, block), _attention(problem)
+    kernel = Kernel(problem.traced, artifact, problem.device.index, written.parameters)
+    attention.kernels(problem.device)[problem.traced.kind] = kernel
+    traced = _call(problem, attention, inputs)
+    # Blocks add to dQ in any order.
+    ordered = [name for name in outputs if name != "dq" or problem.spec.deterministic]
+    same = all(torch.equal(traced[name], outputs[name]) for name in ordered)
+    compared = Forward if problem.kernel.kind == "fwd" else Backward
+    return list(compared(problem, block, inputs, written, traced).parts()), same
+
+
+def _origins(fault: str, artifacts: Mapping[KernelPlan, Artifact]) -> list[str]:
+    """Which lines of templates the lines come from that the emulator names in a fault."""
+    source = _SOURCE.search(fault)
+    for kernel, artifact in artifacts.items():
+        if source is not None and str(artifact.source) == source[1]:
+            lines = origin.lines(kernel, "emulate")
+            named = [(number, lines[number - 1]) for number in map(int, dict.fromkeys(_LINE.findall(fault)))]
+            return [f"line {number} is {line.template}, line {line.number}" for number, line in named if line.number]
+    return []
