@@ -12,6 +12,8 @@ _HOMES = {
     "AttentionSpec": "fagen.spec",
     "Attention": "fagen.ops",
     "load": "fagen.ops",
+    "register_mod": "fagen.registry",
+    "load_mods": "fagen.registry",
     "flash_attn_func": "fagen.interface",
     "flash_attn_kvpacked_func": "fagen.interface",
     "flash_attn_qkvpacked_func": "fagen.interface",
@@ -45,6 +47,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "load",
+    "load_mods",
+    "register_mod",
 ]
 
 if TYPE_CHECKING:
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
         flash_attn_with_kvcache,
     )
     from fagen.ops import Attention, load
+    from fagen.registry import load_mods, register_mod
     from fagen.spec import AttentionSpec
 
 

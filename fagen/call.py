@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,7 @@ class Values(NamedTuple):
     softmax_scale: float | None
     window: tuple[int, int] | None
     dropout_p: float | None
-    mods: tuple[Any, ...]  # in the order of spec.mods: numbers and tensors
+    mods: tuple[Any, ...]  # in the order of spec.valued: numbers and tensors
     packed: Packed | None = None
     num_splits: int | None = None
 
@@ -113,6 +113,15 @@ class Values(NamedTuple):
         return self._replace(mods=mods, packed=packed)
 
 
+class ValueGradient(NamedTuple):
+    """The gradient of the value of a modification, prepared."""
+
+    place: int  # of the value in Values.tensors()
+    name: str  # of the kernel's parameter with the address of the sum
+    shape: tuple[int, ...]  # of the sum
+    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (sum, value) -> gradient
+
+
 class Scalars(NamedTuple):
     """The parameters of the kernels that `Values` give."""
 
@@ -121,6 +130,7 @@ class Scalars(NamedTuple):
     # Fields that hold the address of a tensor of the call: its index in Values.tensors(), None for a null pointer.
     tensors: Mapping[str, int | None]
     made: Mapping[str, torch.Tensor]  # fields that hold the address of a tensor which a modification made of its value
+    gradients: tuple[ValueGradient, ...]  # of the modifications that have one, with spec.backward
 
 
 def check_tensors(
@@ -240,12 +250,22 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
     """The parameters that every kernel of a call takes by value. Raises SpecError for a value that means nothing."""
     given = values.softmax_scale
     scale = spec.head_dim**-0.5 if given is None else positive_float("softmax_scale", given)
-    context = CallContext(batch=sizes.batch, heads_q=sizes.heads_q, softmax_scale=scale, device=device)
+    context = CallContext(
+        batch=sizes.batch,
+        heads_q=sizes.heads_q,
+        seqlen_q=sizes.seqlen_q,
+        seqlen_k=sizes.seqlen_k,
+        softmax_scale=scale,
+        device=device,
+        dtype=spec.dtype,
+        deterministic=spec.deterministic,
+    )
     fields: dict[str, Any] = {"softmax_scale": scale, "softmax_scale_log2": scale * LOG2E}
     tensors: dict[str, int | None] = {}
     made: dict[str, torch.Tensor] = {}
+    gradients: list[ValueGradient] = []
     index = 0
-    for mod, value in zip(spec.mods, values.mods, strict=True):
+    for mod, value in zip(spec.valued, values.mods, strict=True):
         for name, packed in mod.pack(value, context).items():
             if not isinstance(packed, torch.Tensor):
                 fields[name] = packed
@@ -253,6 +273,10 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
                 tensors[name] = index
             else:
                 made[name] = packed
+        if mod.gradient is not None and spec.backward:
+            shape, of_sum = mod.gradient.pack(value, context)
+            fields |= of_sum
+            gradients.append(ValueGradient(index, mod.gradient.sum_name, shape, mod.gradient.finish))
         index += isinstance(value, torch.Tensor)
     names = PACKED_TENSORS if spec.varlen else CACHE_TENSORS if spec.split_kv else ()
     of_sequences = (None,) * len(names) if values.packed is None else values.packed.tensors
@@ -265,7 +289,7 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
     _check_splits(spec, values.num_splits)
     fields |= _window(spec, values.window, sizes)
     fields |= _dropout(spec, values.dropout_p)
-    return Scalars(scale, fields, tensors, made)
+    return Scalars(scale, fields, tensors, made, tuple(gradients))
 
 
 def _window(spec: AttentionSpec, window: tuple[int, int] | None, sizes: Sizes) -> Mapping[str, int]:

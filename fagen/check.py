@@ -58,6 +58,7 @@ VANISHING = 1e-3
 UNDERFLOW = {torch.float16: 1e-6, torch.bfloat16: 1e-30}
 
 FIRST_VALUES = 4
+PAGE = 16  # keys of a page
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,14 @@ class Case:
         context = CallContext(
             batch=self.batch,
             heads_q=self.heads,
+            seqlen_q=self.seqlen_q,
+            # A tensor over the keys has room for those of whole pages.
+            seqlen_k=-(-self.seqlen_k // PAGE) * PAGE if self.spec.paged else self.seqlen_k,
             softmax_scale=self.softmax_scale or self.spec.head_dim**-0.5,
             device=torch.device("cpu"),
+            dtype=self.spec.dtype,
         )
-        examples = {mod.argument: mod.example(context) for mod in self.spec.mods}
+        examples = {mod.argument: mod.example(context) for mod in self.spec.valued}
         for name, given in (examples | dict(self.values)).items():
             value = given(self, generator) if callable(given) else given
             call[name] = value.to(device) if isinstance(value, Tensor) else value
@@ -232,10 +237,17 @@ class Case:
 
     def reference_gradients(
         self, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None, observe: Observe | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv in float64."""
+    ) -> tuple[Tensor, ...]:
+        """dq, dk and dv in float64, then those of the values of `differentiable_values`."""
         call = _for_reference(inputs) | {"causal": self.spec.causal, "observe": observe}
-        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, **call)
+        also = differentiable_values(self.spec, inputs)
+        return reference.gradients(inputs.q, inputs.k, inputs.v, d_o, d_lse, also=also, **call)
+
+
+def differentiable_values(spec: AttentionSpec, inputs: Inputs) -> list[str]:
+    """The arguments of modifications whose values have a gradient: a mask has none."""
+    able = [mod.argument for mod in spec.valued if mod.no_gradient(spec.deterministic) is None]
+    return [argument for argument in able if inputs.call[argument].is_floating_point()]
 
 
 def alibi_slopes_per_batch(case: Case, generator: torch.Generator) -> Tensor:
@@ -250,17 +262,17 @@ def _for_reference(inputs: Inputs) -> dict[str, Any]:
 
 
 def _in_pages(k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v (B, S, H, D) in pages of 16 keys in random order, (pages, 16, H, D), NaN where there is no key, and the
+    """k and v (B, S, H, D) in pages in random order, (pages, PAGE, H, D), NaN where there is no key, and the
     block table (B, pages of an entry)."""
     batch, seqlen = k.shape[:2]
-    each = -(-seqlen // 16)
+    each = -(-seqlen // PAGE)
     table = torch.randperm(batch * each + 1, generator=generator)[: batch * each].view(batch, each).to(k.device)
     pages = []
     for x in (k, v):
-        padded = x.new_full((batch, each * 16, *x.shape[2:]), math.nan)
+        padded = x.new_full((batch, each * PAGE, *x.shape[2:]), math.nan)
         padded[:, :seqlen] = x
-        made = x.new_full((batch * each + 1, 16, *x.shape[2:]), math.nan)
-        made[table.flatten()] = padded.view(batch * each, 16, *x.shape[2:])
+        made = x.new_full((batch * each + 1, PAGE, *x.shape[2:]), math.nan)
+        made[table.flatten()] = padded.view(batch * each, PAGE, *x.shape[2:])
         pages.append(made)
     return pages[0], pages[1], table.int()
 
@@ -388,37 +400,78 @@ def gradient_bound(expected: Tensor, budget: float) -> Tensor:
     return budget * (GRADIENT_ELEMENT_FACTOR * (expected.abs() + rms) + CANCELLATION_FACTOR * largest)
 
 
+def compare_sum(x: Tensor, expected: Tensor, budget: float, terms: Tensor) -> Comparison:
+    """(Hq,) against its reference, each a sum of many terms of either sign, the root of whose squares is `terms`: the
+    errors of these add up even where they cancel. ||x - ref|| within `budget` of the larger of ||ref|| and ||terms||,
+    and each element within GRADIENT_ELEMENT_FACTOR budgets of the two together. NaN never passes."""
+    value = _same_shape("a gradient", x, expected)
+    difference = (value - expected).abs()
+    size = max(float(torch.linalg.vector_norm(expected)), float(torch.linalg.vector_norm(terms)))
+    error = _ratio(float(torch.linalg.vector_norm(difference)), size)
+    elementwise, (head,) = _worst(difference, GRADIENT_ELEMENT_FACTOR * budget * (expected.abs() + terms))
+    worst = Worst(0, head, 0, None, float(value[head]), float(expected[head]))
+    return Comparison(error, budget, elementwise, worst, error <= budget and elementwise <= 1)
+
+
+def _terms_of_sink(case: Case, inputs: Inputs) -> Tensor:
+    """(Hq,): the root of the sum of squares of what the rows of a head contribute to the gradient of its sink."""
+    o, lse = case.reference(inputs)
+    d_o, d_lse = case.upstream(inputs.q.device)
+    delta = (o * d_o.double()).sum(-1).transpose(-1, -2)  # as lse: (B, Hq, Sq) or (Hq, Tq)
+    if d_lse is not None:
+        delta = delta - d_lse.double()
+    weight = torch.exp(inputs.call["sink"].double()[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+    squares = (weight * delta).square().sum(-1)
+    return (squares.sum(0) if squares.dim() == 2 else squares).sqrt()
+
+
 def compare_gradients(
     case: Case,
     inputs: Inputs,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    expected: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, ...],
+    expected: tuple[Tensor, ...],
     flash: FlashErrors,
 ) -> dict[str, Comparison]:
-    """`compare_gradient` of dq, dk and dv: the budget is the dtype's, or what PyTorch's flash kernel loses, if more."""
+    """`compare_gradient` of dq, dk, dv and those of values: the budget is the dtype's, or what PyTorch's flash kernel
+    loses, if more. Where a value's last two dimensions are queries and keys, they are a row and an element of it."""
     window = inputs.call.get("window", (-1, -1))
     lengths = case.lengths if case.spec.varlen else [(case.seqlen_q, case.seqlen_k)]
     seen_each = [reference.seen(*pair, causal=case.spec.causal, window=window) for pair in lengths]
     rows, keys = (torch.cat(parts) for parts in zip(*seen_each, strict=True))
     results = {}
-    for name, x, ref, seen in zip(("dq", "dk", "dv"), gradients, expected, (rows, keys, keys), strict=True):
+    for name, x, ref, seen in zip(("dq", "dk", "dv"), gradients, expected, (rows, keys, keys), strict=False):
         budget = max(GRADIENT_BUDGET[case.spec.dtype], FLASH_FACTOR * flash.get(name, 0.0))
         results[name] = compare_gradient(x, ref, budget, seen)
+    for name, x, ref in zip(differentiable_values(case.spec, inputs), gradients[3:], expected[3:], strict=True):
+        of_rows, of_ref = (y[(None,) * (4 - y.dim())].transpose(1, 2) for y in (x, ref))
+        if name == "sink":
+            results["dsink"] = compare_sum(x, ref, GRADIENT_BUDGET[case.spec.dtype], _terms_of_sink(case, inputs))
+            continue
+        everywhere = torch.ones(of_rows.shape[1], dtype=torch.bool)
+        results[f"d{name}"] = compare_gradient(of_rows, of_ref, GRADIENT_BUDGET[case.spec.dtype], everywhere)
     return results
 
 
 def differentiate(
     attention: Attention, inputs: Inputs, d_o: Tensor, d_lse: Tensor | None = None
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """o, lse and (dq, dk, dv) of one call, through autograd. All memory that the call takes holds NaN before."""
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """o, lse and (dq, dk, dv, then those of values) of one call, through autograd. All memory that the call takes holds
+    NaN before."""
+    leaves, call = _leaves(attention.spec, inputs)
     with poisoned_memory():
-        o, lse = attention(*leaves, return_lse=True, **inputs.call)
+        o, lse = attention(*leaves[:3], return_lse=True, **call)
         if d_lse is None:
-            dq, dk, dv = torch.autograd.grad(o, leaves, d_o)
+            gradients = torch.autograd.grad(o, leaves, d_o)
         else:
-            dq, dk, dv = torch.autograd.grad((o, lse), leaves, (d_o, d_lse))
-    return o.detach(), lse.detach(), (dq, dk, dv)
+            gradients = torch.autograd.grad((o, lse), leaves, (d_o, d_lse))
+    return o.detach(), lse.detach(), gradients
+
+
+def _leaves(spec: AttentionSpec, inputs: Inputs) -> tuple[list[Tensor], dict[str, Any]]:
+    """q, k, v and the differentiable values, which require gradients, and the arguments of the call with those."""
+    names = differentiable_values(spec, inputs)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *(inputs.call[n] for n in names))]
+    return leaves, inputs.call | dict(zip(names, leaves[3:], strict=True))
 
 
 @contextmanager
@@ -438,9 +491,7 @@ def flash_error(case: Case, inputs: Inputs, expected: Tensor) -> float | None:
     return None if call is None else _relative_error(call.o, expected)
 
 
-def flash_gradient_errors(
-    case: Case, inputs: Inputs, d_o: Tensor, expected: tuple[Tensor, Tensor, Tensor]
-) -> FlashErrors:
+def flash_gradient_errors(case: Case, inputs: Inputs, d_o: Tensor, expected: tuple[Tensor, ...]) -> FlashErrors:
     """||x - ref|| / ||ref|| of dq, dk and dv of PyTorch's own flash kernel; empty where it cannot say. Its gradients of
     the query heads that share a head are summed in float64: what that loses in 16 bits is not its kernel's doing."""
     call = None if case.lse_gradient else _flash_call(case, inputs, grad=True)
@@ -450,7 +501,7 @@ def flash_gradient_errors(
     shape = (case.batch, case.heads_k, case.heads // case.heads_k, case.seqlen_k, case.spec.head_dim)
     dk, dv = (x.double().reshape(shape).sum(2) for x in (dk, dv))
     values = {"dq": dq.transpose(1, 2), "dk": dk.transpose(1, 2), "dv": dv.transpose(1, 2)}
-    return {name: _relative_error(x, ref) for (name, x), ref in zip(values.items(), expected, strict=True)}
+    return {name: _relative_error(x, ref) for (name, x), ref in zip(values.items(), expected, strict=False)}
 
 
 @dataclass(frozen=True)
@@ -467,7 +518,7 @@ def _flash_call(case: Case, inputs: Inputs, grad: bool = False) -> _FlashCall | 
     """None without a GPU or where SDPA's flash backend cannot express the call: it has no modifications, windows or
     such dropout, one head dim, and aligns causal masks to the top left."""
     spec = case.spec
-    expressible = not (spec.mods or spec.window or spec.dropout or spec.varlen or spec.paged or case.ragged)
+    expressible = not (spec.valued or spec.window or spec.dropout or spec.varlen or spec.paged or case.ragged)
     if spec.dim_v != spec.head_dim:
         expressible = False
     if spec.causal and case.seqlen_q != case.seqlen_k:
@@ -504,7 +555,7 @@ class CheckResult:
     seed: int
     o: Comparison
     lse: Comparison
-    gradients: dict[str, Comparison]  # dq, dk and dv; empty for a spec without backward
+    gradients: dict[str, Comparison]  # dq, dk, dv and those of values; empty for a spec without backward
     flash_error: float | None  # what PyTorch's flash kernel loses of o on these inputs; None where it cannot say
     flash_gradient_errors: FlashErrors
     first_values: list[float]  # of o, from the first element on
@@ -598,8 +649,8 @@ def output_budget(spec: AttentionSpec, flash: float | None) -> float:
 
 
 def judge(case: Case, attention: Attention, device: torch.device | str) -> dict[str, Comparison]:
-    """One call beside its reference: "o", "lse" and, with spec.backward, "dq", "dk" and "dv". Results are filled with
-    NaN before the launch."""
+    """One call beside its reference: "o", "lse" and, with spec.backward, "dq", "dk", "dv" and those of values. Results
+    are filled with NaN before the launch."""
     inputs = case.inputs(device)
     gradients: dict[str, Comparison] = {}
     if case.spec.backward:
@@ -616,9 +667,9 @@ def judge(case: Case, attention: Attention, device: torch.device | str) -> dict[
 
 def seconds_of_gradients(case: Case, attention: Attention, inputs: Inputs) -> float:
     """One backward pass, the forward's time left out: the median of several on a GPU."""
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    leaves, call = _leaves(case.spec, inputs)
     d_o, _ = case.upstream(inputs.q.device)
-    o = attention(*leaves, **inputs.call)
+    o = attention(*leaves[:3], **call)
 
     def backward() -> Any:
         return torch.autograd.grad(o, leaves, d_o, retain_graph=True)
@@ -631,7 +682,7 @@ def seconds_of_gradients(case: Case, attention: Attention, inputs: Inputs) -> fl
 
 
 def _check_gradients(case: Case, attention: Attention, inputs: Inputs) -> tuple[dict[str, Comparison], FlashErrors]:
-    """What of dq, dk and dv is worse: of a loss of o alone, or of one of o and lse."""
+    """What of each gradient is worse: of a loss of o alone, or of one of o and lse."""
     results: dict[str, Comparison] = {}
     flash: FlashErrors = {}
     for loss in (case, replace(case, lse_gradient=True)):

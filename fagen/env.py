@@ -13,6 +13,7 @@
 | `FAGEN_JIT` | whether a missing kernel may be compiled | `1` (default), `0` |
 | `FAGEN_BUNDLES` | where `load` finds built kernels | bundles and directories of such, with `:` between |
 | `FAGEN_TUNED` | whether the tiles that `fagen tune` found are used | `1` (default), `0` |
+| `FAGEN_MODS` | folders of score modifications from outside, whose code is run | directories, with `:` between |
 | `FAGEN_EMULATE_SEED` | order in which emulated threads run | an integer from 0 to 2**64 - 1 |
 | `FAGEN_EMULATE_THREADS` | host threads that run emulated blocks | an integer of at least 1 |
 | `MAX_JOBS` | most compilers at once | an integer of at least 1 |
@@ -145,12 +146,21 @@ def cxx() -> tuple[str, list[str]] | None:
 
 def bundles() -> list[Path]:
     """`FAGEN_BUNDLES`: bundles and directories of bundles, absolute, with `~` expanded. Raises SpecError."""
-    value = _get("FAGEN_BUNDLES") or ""
+    return _paths("FAGEN_BUNDLES")
+
+
+def mods() -> list[Path]:
+    """`FAGEN_MODS`: folders of score modifications, absolute, with `~` expanded. Raises SpecError."""
+    return _paths("FAGEN_MODS")
+
+
+def _paths(name: str) -> list[Path]:
+    value = _get(name) or ""
     parts = [part.strip() for part in value.split(os.pathsep)]
     try:
         return [Path(os.path.abspath(Path(part).expanduser())) for part in parts if part]
     except RuntimeError as error:
-        raise SpecError(f"FAGEN_BUNDLES={value!r}: {error}") from error
+        raise SpecError(f"{name}={value!r}: {error}") from error
 
 
 def arch() -> str | None:

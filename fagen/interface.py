@@ -32,9 +32,9 @@ __all__ = [
 
 _SPEC_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
-# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, dropout, varlen, split_kv, paged,
+# head dims as the kernel has them, dtype, then causal, window, softcap, alibi, sink, dropout, varlen, split_kv, paged,
 # backward, deterministic
-_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool]
+_Key: TypeAlias = tuple[int, int, torch.dtype, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool]
 
 # One Attention for what calls of one kind derive: a lookup is all that a call pays for not naming its spec.
 _ATTENTIONS: dict[_Key, Attention] = {}
@@ -96,6 +96,27 @@ def flash_attn_func(
         return_attn_probs,
         {},
     )
+
+
+def attention_with_sink(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """`flash_attn_func` with `sink` (Hq,), one more score of each row whose key has no value; not one of its calls.
+    Differentiable in the sink too."""
+    o: Tensor = _attend(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, None, deterministic, False),
+        {"sink": sink},
+    )
+    return o
 
 
 def flash_attn_kvpacked_func(
@@ -428,7 +449,10 @@ def _attend(
         causal, right = True, -1
     window = left >= 0 or (right >= 0 and not causal)
     capped = not softcap <= 0  # NaN is not off: the kernel's checks refuse it
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    sink = given.get("sink")
+    backward = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    )
     key = (
         head_dim,
         dim_v,
@@ -437,6 +461,7 @@ def _attend(
         window,
         capped,
         alibi_slopes is not None,
+        sink is not None,
         dropout_p != 0,
         "cu_seqlens_q" in given,
         "num_splits" in given,
@@ -496,6 +521,7 @@ def _derive(key: _Key) -> Attention:
         window,
         softcap,
         alibi,
+        sink,
         dropout,
         varlen,
         split_kv,
@@ -511,6 +537,7 @@ def _derive(key: _Key) -> Attention:
         window=window,
         softcap=softcap,
         alibi=alibi,
+        sink=sink,
         dropout=dropout,
         varlen=varlen,
         split_kv=split_kv,

@@ -17,8 +17,8 @@
     softcap = true
     arch = "sm80"
 
-The fields are those of AttentionSpec; one that is not named has its default. In a `pyproject.toml` the same stands
-under `[tool.fagen]`: `[[tool.fagen.variants]]`.
+The fields are those of AttentionSpec and the score modifications from outside; one that is not named has its default.
+In a `pyproject.toml` the same stands under `[tool.fagen]`: `[[tool.fagen.variants]]`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fagen import registry
 from fagen.arch import Arch, parse_list
 from fagen.errors import SpecError
 from fagen.plan import KernelPlan, plan
@@ -45,7 +46,6 @@ else:
     import tomli as tomllib
 
 _TABLES = ("arch", "variants", "exclude")
-_FIELDS = (*AttentionSpec.model_fields, "arch")
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,9 @@ def _tables(path: Path, document: Mapping[str, Any], name: str) -> list[tuple[in
     tables = document.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise SpecError(f"{path}: {name} must be tables, each headed by [[{name}]]")
+    fields = (*(field for field in AttentionSpec.model_fields if field != "custom"), *registry.outside(), "arch")
     for number, table in enumerate(tables, 1):
-        _refuse_unknown(f"{path}, {name} {number}", table, _FIELDS)
+        _refuse_unknown(f"{path}, {name} {number}", table, fields)
         for field, value in table.items():
             if value == [] or isinstance(value, dict):
                 raise SpecError(f"{path}, {name} {number}: {field} must be a value or a list of values")
@@ -198,7 +199,9 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
     """A field of a variant that may not name it."""
     if name in values:
         return values[name]
-    return values.get("head_dim") if name == "head_dim_v" else AttentionSpec.model_fields[name].default
+    if name == "head_dim_v":
+        return values.get("head_dim")
+    return AttentionSpec.model_fields[name].default if name in AttentionSpec.model_fields else False
 
 
 def _arch_text(place: str, value: Any) -> str | None:

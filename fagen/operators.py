@@ -1,8 +1,9 @@
 """`torch.ops.fagen.forward` and `torch.ops.fagen.backward`: what torch.compile, opcheck and dispatch modes see.
 
 A spec travels as its JSON, the target as its name ("" is the device's own). The values of score modifications come in
-the order of the spec, tensors in `mod_tensors` and numbers in `mod_numbers`, the other list's entry None or 0. `packed`
-is empty, or has what `fagen.call.Packed` has.
+the order of the spec, tensors in `mod_tensors` and numbers in `mod_numbers`; `mod_is_tensor` says which are which.
+`packed` is empty, or has what `fagen.call.Packed` has. Of the backward, `d_mods` has the gradients of `mod_tensors`,
+and `needed` says which of q, k, v and these are wanted.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ SECOND_DERIVATIVE = (
 )
 
 _VALUES = (
-    "str spec, str arch, float? softmax_scale, SymInt[]? window, float? dropout_p, Tensor?[] mod_tensors, "
-    "float[] mod_numbers, Tensor?[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? num_splits, "
-    "Tensor? philox_state"
+    "str spec, str arch, float? softmax_scale, SymInt[]? window, float? dropout_p, Tensor[] mod_tensors, "
+    "float[] mod_numbers, bool[] mod_is_tensor, Tensor?[] packed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "SymInt? num_splits, Tensor? philox_state"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -38,8 +39,8 @@ torch.library.define(
 )
 torch.library.define(
     "fagen::backward",
-    "(Tensor? d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, "
-    f"{_VALUES}, bool[] needed) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    "(Tensor? d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor? lse, "
+    f"{_VALUES}, bool[] needed) -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor[] d_mods)",
     tags=_TAGS,
 )
 
@@ -55,14 +56,16 @@ def _values(
     softmax_scale: float | None,
     window: Sequence[int] | None,
     dropout_p: float | None,
-    mod_tensors: Sequence[torch.Tensor | None],
+    mod_tensors: Sequence[torch.Tensor],
     mod_numbers: Sequence[float],
+    mod_is_tensor: Sequence[bool],
     packed: Sequence[torch.Tensor | None],
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     num_splits: int | None,
 ) -> Values:
-    mods = tuple(number if tensor is None else tensor for tensor, number in zip(mod_tensors, mod_numbers, strict=True))
+    tensors, numbers = iter(mod_tensors), iter(mod_numbers)
+    mods = tuple(next(tensors) if is_tensor else next(numbers) for is_tensor in mod_is_tensor)
     sequences = Packed(tuple(packed), max_seqlen_q, max_seqlen_k) if packed else None
     return Values(softmax_scale, None if window is None else tuple(window), dropout_p, mods, sequences, num_splits)  # type: ignore[arg-type]
 
@@ -97,14 +100,17 @@ def _backward(
     v: torch.Tensor,
     o: torch.Tensor,
     stats: torch.Tensor,
+    lse: torch.Tensor | None,
     spec: str,
     arch: str,
     *rest: Any,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor | list[torch.Tensor], ...]:
     *given, state, needed = rest
-    saved = Saved(q, k, v, o, stats)
-    gradients = _attention(spec, arch)._gradients(needed, d_o, d_lse, saved, _values(*given), state)
-    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    saved, values = Saved(q, k, v, o, stats, lse), _values(*given)
+    of_all = [*needed, *[False] * (3 + len(values.tensors()) - len(needed))]  # packed sequences have no gradient
+    gradients = _attention(spec, arch)._gradients(of_all, d_o, d_lse, saved, values, state)
+    dq, dk, dv, *of_mods = [q.new_empty(0) if gradient is None else gradient for gradient in gradients[: len(needed)]]
+    return dq, dk, dv, of_mods
 
 
 @torch.library.register_fake("fagen::backward")  # type: ignore[untyped-decorator]
@@ -114,24 +120,38 @@ def _fake_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    lse: torch.Tensor | None,
+    spec: str,
+    arch: str,
+    softmax_scale: float | None,
+    window: Sequence[int] | None,
+    dropout_p: float | None,
+    mod_tensors: Sequence[torch.Tensor],
     *rest: Any,
-) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, k, v), rest[-1], strict=True))
+) -> tuple[torch.Tensor | list[torch.Tensor], ...]:
+    inputs = (q, k, v, *mod_tensors)
+    dq, dk, dv, *of_mods = [
+        x.new_empty(x.shape) if need else q.new_empty(0) for x, need in zip(inputs, rest[-1], strict=True)
+    ]
+    return dq, dk, dv, of_mods
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, spec, arch, softmax_scale, window, dropout_p, mod_tensors, mod_numbers, packed, *longest, state = inputs
-    o, _, stats = output
-    if not _attention(spec, arch).spec.backward:
+    q, k, v, spec, arch, softmax_scale, window, dropout_p, mod_tensors, *of_mods, packed, _, _, _, state = inputs
+    o, lse, stats = output
+    parsed = _attention(spec, arch).spec
+    if not parsed.backward:
         raise SpecError(
             "an input requires a gradient, and the kernel computes none: "
             "AttentionSpec(..., backward=True), or call under torch.no_grad()"
         )
     ctx.n_packed = len(packed)
-    ctx.longest = longest
-    ctx.save_for_backward(q, k, v, o, stats, state, *packed, *mod_tensors)
+    ctx.lengths = inputs[-4:-1]
+    ctx.save_for_backward(q, k, v, o, stats, lse if parsed.sink else None, state, *packed, *mod_tensors)
     ctx.scalars = (spec, arch, softmax_scale, window, dropout_p)
-    ctx.mod_numbers = mod_numbers
+    ctx.of_mods = of_mods
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(stats)
 
@@ -139,19 +159,18 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _gradients(
     ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None, d_stats: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    q, k, v, o, stats, state, *tensors = ctx.saved_tensors
+    q, k, v, o, stats, lse, state, *tensors = ctx.saved_tensors
     packed, mod_tensors = tensors[: ctx.n_packed], tensors[ctx.n_packed :]
-    needed = list(ctx.needs_input_grad[:3])
-    if d_o is None and d_lse is None:
-        gradients: list[Any] = [None] * 3
-    else:
-        made = torch.ops.fagen.backward(
-            *(d_o, d_lse, q, k, v, o, stats, *ctx.scalars, mod_tensors, ctx.mod_numbers),
-            *(packed, *ctx.longest, state, needed),
+    needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8]]
+    gradients: list[Any] = [None] * len(needed)
+    if d_o is not None or d_lse is not None:
+        *made, of_mods = torch.ops.fagen.backward(
+            *(d_o, d_lse, q, k, v, o, stats, lse, *ctx.scalars, mod_tensors, *ctx.of_mods),
+            *(packed, *ctx.lengths, state, needed),
         )
-        gradients = [gradient if need else None for gradient, need in zip(made, needed, strict=True)]
-    lists = (_none_for(mod_tensors), _none_for(ctx.mod_numbers), _none_for(packed))
-    return (*gradients, *(None,) * 5, *lists, *(None,) * 4)
+        gradients = [gradient if need else None for gradient, need in zip((*made, *of_mods), needed, strict=True)]
+    lists = (gradients[3:], *map(_none_for, ctx.of_mods), _none_for(packed))
+    return (*gradients[:3], *(None,) * 5, *lists, *(None,) * 4)
 
 
 def _none_for(argument: Sequence[Any]) -> list[None] | None:
@@ -159,7 +178,7 @@ def _none_for(argument: Sequence[Any]) -> list[None] | None:
     return [None] * len(argument) if all(isinstance(entry, torch.Tensor) for entry in argument) else None
 
 
-def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+def _refuse(ctx: Any, *gradients: Any) -> Any:
     raise SpecError(SECOND_DERIVATIVE)
 
 

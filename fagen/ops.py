@@ -11,13 +11,13 @@ from typing import Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
-from fagen import kernels, target
+from fagen import kernels, registry, target
 from fagen.arch import Arch, for_capability, resolve
 from fagen.cache import Artifact
 from fagen.call import ALIGNMENT, DTYPES, Packed, Values, aligned, check_given, check_one_place, philox_state
 from fagen.errors import LaunchError, SpecError
 from fagen.kernels import Kernel
-from fagen.mods import MODS
+from fagen.mods import SINK
 from fagen.operators import SECOND_DERIVATIVE
 from fagen.plan import KernelPlan
 from fagen.prepared import MOST, Call, Gradients, Recent, Saved
@@ -53,8 +53,11 @@ class Attention:
         # What a call needs of the spec, where pydantic's and properties' time would count, and torch.compile looks.
         self._identity = (spec.model_dump_json(), arch or "")
         self._dtype = DTYPES[spec.dtype]
-        self._wanted = tuple((mod.name, mod.argument) for mod in spec.mods)
-        self._unwanted = tuple((mod.name, mod.argument) for mod in MODS if mod not in spec.mods)
+        self._wanted = tuple((mod.name, mod.argument) for mod in spec.valued)
+        others = [mod for mod in (*registry.known(), SINK) if mod not in spec.valued]
+        self._unwanted = tuple((mod.name, mod.argument) for mod in others)
+        reasons = {mod.argument: mod.no_gradient(spec.deterministic) for mod in spec.valued}
+        self._without_gradient = {argument: reason for argument, reason in reasons.items() if reason}
         self._backward = spec.backward
         self._dropout = spec.dropout
         self._varlen = spec.varlen
@@ -102,6 +105,8 @@ class Attention:
         softcap: float | None = None,
         window: tuple[int, int] | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
         dropout_p: float | None = None,
         seed: int | torch.Tensor | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
@@ -129,6 +134,8 @@ class Attention:
         softcap: float | None = None,
         window: tuple[int, int] | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
         dropout_p: float | None = None,
         seed: int | torch.Tensor | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
@@ -155,6 +162,8 @@ class Attention:
         softcap: float | None = None,
         window: tuple[int, int] | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
         dropout_p: float | None = None,
         seed: int | torch.Tensor | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
@@ -179,6 +188,10 @@ class Attention:
         softcap: the cap, with spec.softcap.
         window: (left, right) keys beside a query's own position, -1 for no bound, with spec.window.
         alibi_slopes: float32 (Hq,) or (B, Hq), with spec.alibi.
+        bias: with spec.bias, added to the scores after the cap and the slopes: float32 or the spec's dtype, of any
+        strides, broadcasts to (B, Hq, Sq, Sk); -inf hides a key from a query. Or bool, False where a key is hidden.
+        sink: with spec.sink, (Hq,), float32 or 16 bits: one more score for each row of a head, whose key has no value.
+        It is in lse; a row that sees nothing else has o = 0 and its sink as lse.
         dropout_p: probability in [0, 1), with spec.dropout; seed: an integer that fixes the mask, or int64 (2,) on the
         device, (seed, offset), else PyTorch's generator of the device draws both: under a captured CUDA graph anew at
         each replay.
@@ -200,11 +213,19 @@ class Attention:
 
         Returns o (B, Sq, Hq, Dv), with return_lse also lse (B, Hq, Sq) float32, natural logarithm, of the undropped
         scores; packed, (Tq, Hq, Dv) and (Hq, Tq). -inf and o = 0 for a row that sees nothing. With spec.backward both
-        have gradients in q, k and v, those that need one; not in alibi_slopes, and no second derivatives.
+        have gradients in q, k, v, bias and sink, those that need one; not in alibi_slopes, and no second derivatives.
+        That of bias, in its shape and dtype, takes a float32 sum of that shape; with spec.deterministic of
+        (B, Hq, Sq, Sk).
 
         Raises SpecError for tensors or values that do not fit the spec, a value for a feature that it lacks, and a
         feature without its value; LaunchError where the launch fails.
         """
+        if bias is not None:
+            values_of_mods["bias"] = bias
+        if sink is not None:
+            values_of_mods["sink"] = (
+                sink.float() if isinstance(sink, torch.Tensor) and sink.is_floating_point() else sink
+            )
         if torch.compiler.is_compiling() or not _is_plain(q, k, v):
             if _poison:
                 raise SpecError("_poison is for plain tensors in eager mode")
@@ -283,7 +304,8 @@ class Attention:
         elif seed is not None:
             check_given("dropout", "seed", False, seed)
         if forward_ad._current_level >= 0 or (
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            torch.is_grad_enabled()
+            and (q.requires_grad or k.requires_grad or v.requires_grad or (tensors and _requires_grad(tensors)))
         ):
             self._check_differentiable()
             result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -306,9 +328,10 @@ class Attention:
             raise SpecError(f"a call takes no argument {', '.join(given)}")
         if torch.is_grad_enabled():
             for (_, argument), value in zip(self._wanted, mods, strict=True):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
+                if argument in self._without_gradient and isinstance(value, torch.Tensor) and value.requires_grad:
                     raise SpecError(
-                        f"{argument} requires a gradient, which no kernel computes: pass {argument}.detach()"
+                        f"{argument} requires a gradient, which {self._without_gradient[argument]}: "
+                        f"pass {argument}.detach()"
                     )
         return mods
 
@@ -395,7 +418,8 @@ class Attention:
             self._check_device(q.device)
             q, k, v = self._autocast(q, k, v)
         mods = self._mods(softcap, alibi_slopes, others)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        mod_tensors = [value for value in mods if isinstance(value, torch.Tensor)]
+        if torch.is_grad_enabled() and _requires_grad((q, k, v, *mod_tensors)):
             self._check_differentiable()
         state = philox_state(seed, q.device) if self._dropout else None
         if state is None:
@@ -410,8 +434,9 @@ class Attention:
             softmax_scale,
             window,
             dropout_p,
-            [value if isinstance(value, torch.Tensor) else None for value in mods],
-            [0.0 if isinstance(value, torch.Tensor) else value for value in mods],
+            mod_tensors,
+            [value for value in mods if not isinstance(value, torch.Tensor)],
+            [isinstance(value, torch.Tensor) for value in mods],
             [] if packed is None else list(packed.tensors),
             None if packed is None else packed.max_seqlen_q,
             None if packed is None else packed.max_seqlen_k,
@@ -461,7 +486,7 @@ class Attention:
         state: torch.Tensor | None,
         poison: bool = False,
     ) -> Gradients:
-        """(dq, dk, dv), each None unless needed, of tensors that need not be aligned."""
+        """What `Call.gradients` gives, of tensors that need not be aligned."""
         q, k, v = aligned("q", saved.q), aligned("k", saved.k), aligned("v", saved.v)
         call = self._lookup(q, k, v, values)
         return call.gradients(needed, d_o, d_lse, saved._replace(q=q, k=k, v=v), values.tensors(), state, poison)
@@ -496,21 +521,21 @@ class _Attention(torch.autograd.Function):
         state: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        o, lse, stats = call.forward(q, k, v, tensors, state, poison, return_lse)
+        o, lse, stats = call.forward(q, k, v, tensors, state, poison, return_lse or call.saves_lse)
         ctx.of_call = attention, call, poison
-        ctx.save_for_backward(q, k, v, o, stats, state, *tensors)
+        ctx.save_for_backward(q, k, v, o, stats, lse if call.saves_lse else None, state, *tensors)
         ctx.set_materialize_grads(False)
-        return o if lse is None else (o, lse)
+        return (o, lse) if return_lse and lse is not None else o
 
     @staticmethod
     def backward(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None = None) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[4:7]
-        q, k, v, o, stats, state, *tensors = ctx.saved_tensors
-        gradients: Gradients = (None, None, None)
+        needed = ctx.needs_input_grad[4:7] + ctx.needs_input_grad[8:]
+        q, k, v, o, stats, lse, state, *tensors = ctx.saved_tensors
+        gradients: Gradients = (None,) * len(needed)
         if d_o is not None or d_lse is not None:
             backward = _Once.apply if torch.is_grad_enabled() else _backward
-            gradients = backward(ctx, needed, state, tensors, d_o, d_lse, q, k, v, o, stats)
-        return (None, None, None, None, *gradients, None, *[None] * len(tensors))
+            gradients = backward(ctx, needed, state, tensors, d_o, d_lse, q, k, v, o, stats, lse)
+        return (None, None, None, None, *gradients[:3], None, *gradients[3:])
 
 
 # torch.autograd.Function.apply but for its look for transforms of torch.func, of which `_is_plain` has found none.
@@ -524,13 +549,13 @@ def _backward(
     tensors: Sequence[torch.Tensor],
     d_o: torch.Tensor | None,
     d_lse: torch.Tensor | None,
-    *inputs: torch.Tensor,
+    *inputs: Any,
 ) -> Gradients:
     attention: Attention
     call: Call
     attention, call, poison = ctx.of_call
     saved = Saved(*inputs)
-    if call.fits(saved.q, saved.k, saved.v):
+    if call.fits(saved.q, saved.k, saved.v, *tensors):
         return call.gradients(needed, d_o, d_lse, saved, tensors, state, poison)
     # A hook on saved tensors has brought back others of the same values.
     return attention._gradients(needed, d_o, d_lse, saved, call.values.with_tensors(tensors), state, poison)
@@ -546,6 +571,10 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         raise SpecError(SECOND_DERIVATIVE)
+
+
+def _requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from fagen.arch import Arch, sm75, sm80, sm90
 from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, LinearTile, SumTile, TileConfig
 from fagen.errors import SpecError
+from fagen.mods import SINK
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import ROW_END
@@ -309,7 +310,10 @@ class KernelPlan:
             family = sm90.primitives(self.spec, self.tile)
         if isinstance(self.tile, HopperBackwardTile):
             family = sm90.backward_primitives(self.spec, self.tile)
-        return family + tuple(dict.fromkeys(name for mod in self.spec.mods for name in mod.primitives))
+        of_mods = [name for mod in self.spec.mods for name in mod.primitives]
+        if self.kind == "bwd" and not self.spec.deterministic and any(mod.gradient for mod in self.spec.mods):
+            of_mods.append("reduce")
+        return tuple(dict.fromkeys([*family, *of_mods]))
 
     @property
     def wgmma_shapes(self) -> tuple[tuple[str, int], ...]:
@@ -411,6 +415,8 @@ class KernelPlan:
             return ParamStruct(_COMBINE_FIELDS)
         mods = self.spec.mods
         fields = [field for mod in mods for field in mod.fields]
+        if self.kind == "bwd":
+            fields += [field for mod in mods if mod.gradient for field in mod.gradient.fields]
         if isinstance(self.tile, HopperBackwardTile):
             fields += [*_hopper_gradient_fields(packed), *([_TURNS] if self.spec.deterministic else [])]
         elif self.kind == "bwd":
@@ -419,6 +425,8 @@ class KernelPlan:
         elif self.kind == "bwd_dq":
             fields += [*_gradient_fields(packed), *_query_gradient_fields(packed)]
         else:
+            if self.spec.sink:
+                fields += SINK.fields
             if self.spec.paged:
                 fields += _PAGE_FIELDS
             if isinstance(self.tile, HopperTile):
@@ -456,7 +464,7 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
         specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
-        hopper = arch.family == "sm90"
+        hopper = arch.family == "sm90" and sm90.backward_unserved(spec) is None
         chosen["bwd"] = sm90.backward_tile(spec) if hopper else tiles_of.backward_tile(spec, arch)
         # These know of head dims, the type and packing only, and so serve every spec that shares them.
         specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, varlen=spec.varlen, backward=True)

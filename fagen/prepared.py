@@ -15,6 +15,7 @@ from fagen.call import (
     ALIGNMENT,
     STATS_ROWS,
     Sizes,
+    ValueGradient,
     Values,
     aligned,
     check_tensors,
@@ -45,17 +46,18 @@ MOST = 256  # prepared calls that are kept, and backwards of each
 _EMULATED_MULTIPROCESSORS = 3
 _DELTA_LANES = 8  # threads that share a row in the kernel of delta
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v and the tensors of a call
 
 
 class Saved(NamedTuple):
-    """What the backward takes of the forward: its inputs and what it returned, but for lse."""
+    """What the backward takes of the forward: its inputs and what it returned."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     o: torch.Tensor
     stats: torch.Tensor
+    lse: torch.Tensor | None = None  # for the gradient of a sink
 
 
 class Call:
@@ -84,6 +86,10 @@ class Call:
         self._kernels = kernels
         self._made = tuple(given.made.values())
         self._tensor_indices = tuple(given.tensors.values())
+        self._tensor_strides = tuple(tensor.stride() for tensor in values.tensors())
+        self._value_gradients = given.gradients
+        self.saves_lse = spec.sink and spec.backward
+        self._sink = given.tensors.get("sink")  # where it is among the tensors
         self._extra_names = (*given.tensors, *given.made, *(["philox_state"] if spec.dropout else []))
         self._dtype = q.dtype
         self._bounded = spec.causal or spec.window
@@ -125,12 +131,13 @@ class Call:
                 self._launch = self._forward_launch(kernels(q.device)["fwd"], q, k, v, o)
         self._backwards: dict[Any, _Backward] = {}
 
-    def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """The three lie in memory as those for which the call was prepared, and as the kernels want them."""
+    def fits(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> bool:
+        """All lie in memory as those for which the call was prepared, and the three as the kernels want them."""
         return (
             self.aligned
             and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT
             and (q.stride(), k.stride(), v.stride()) == self._strides
+            and tuple([tensor.stride() for tensor in tensors]) == self._tensor_strides
         )
 
     def forward(
@@ -173,6 +180,8 @@ class Call:
             o.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
+                if self._sink is not None:
+                    lse.copy_(tensors[self._sink][:, None])
         return o, lse, stats
 
     def gradients(
@@ -185,14 +194,17 @@ class Call:
         state: torch.Tensor | None,
         poison: bool,
     ) -> Gradients:
-        """(dq, dk, dv), contiguous, each None unless needed, for q, k and v that fit.
+        """(dq, dk, dv, then of each of `tensors`), contiguous, each None unless needed, for q, k and v that fit.
 
         `d_o`, of any strides, or None: o was not used. `d_lse`, of any strides, or None: lse was not used.
         """
-        q, k, v, o, stats = saved
+        q, k, v, o, stats, lse = saved
         if self._launch is None:
-            dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needed, strict=True))
-            return dq, dk, dv
+            inputs = zip((q, k, v, *tensors), needed, strict=True)
+            zeros = [x.new_zeros(x.shape) if need else None for x, need in inputs]
+            if self._sink is not None and needed[3 + self._sink] and d_lse is not None:
+                zeros[3 + self._sink] = d_lse.sum(tuple(dim for dim in range(d_lse.dim()) if dim != d_lse.dim() - 2))
+            return tuple(zeros)
         if d_o is None:
             d_o = o.new_zeros(o.shape[-1]).expand(o.shape)
         elif d_o.stride() != self._o_strides or d_o.data_ptr() % ALIGNMENT:
@@ -204,9 +216,12 @@ class Call:
             if len(self._backwards) >= MOST:
                 self._backwards.clear()
             fields = self._fields | strides("d_o", d_o) | strides_by_head("d_lse", d_lse, o.dim() - 1)
-            backward = _Backward(self._kernels(self.device), self._sizes, fields, self._extra_names, saved, d_o, needed)
+            backward = _Backward(
+                *(self._kernels(self.device), self._sizes, fields, self._extra_names, self._value_gradients),
+                *(self._sink, saved, d_o, needed),
+            )
             self._backwards[key] = backward
-        return backward(d_o, d_lse, Saved(q, k, v, o, stats), self._extras(tensors, state), poison)
+        return backward(d_o, d_lse, Saved(q, k, v, o, stats, lse), tensors, self._extras(tensors, state), poison)
 
     def _forward_launch(
         self, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
@@ -345,11 +360,22 @@ class _Backward:
         sizes: Sizes,
         fields: Mapping[str, Any],
         extra_names: Sequence[str],
+        value_gradients: Sequence[ValueGradient],
+        sink: int | None,
         saved: Saved,
         d_o: torch.Tensor,
         needed: Sequence[bool],
     ) -> None:
-        need_q, need_k, need_v = self._needed = tuple(needed)
+        self._needed = tuple(needed)
+        need_q, need_k, need_v = self._needed[:3]
+        self._value_gradients = value_gradients
+        need_value = any(needed[3 + gradient.place] for gradient in value_gradients)
+        # The kernels of the forward alone take the sink.
+        of_backward = {field.name for field in kernels["bwd"].plan.params.fields}
+        self._kept = [index for index, name in enumerate(extra_names) if name in of_backward]
+        self._sink = sink
+        need_sink = sink is not None and self._needed[3 + sink]
+        extra_names = [extra_names[index] for index in self._kept]
         for name, x in zip(("d_q", "d_k", "d_v"), saved[:3], strict=True):
             fields = {**fields, **strides(name, _contiguous(x.shape))}
         spec = kernels["fwd"].plan.spec
@@ -372,11 +398,11 @@ class _Backward:
         self._dq: Launch | None = None
         self._dq_sum_floats = self._turns = 0
         # dV does without delta: what the kernel makes of memory that nobody wrote goes into dS only.
-        if need_q or need_k:
+        if need_q or need_k or need_value or need_sink:
             rows = sizes.batch * sizes.heads_q * -(-sizes.seqlen_q // STATS_ROWS) * STATS_ROWS
             grid = rows // (kernels["bwd_delta"].plan.threads // _DELTA_LANES)
             self._delta = Launch(kernels["bwd_delta"], grid, fields, ("o", "d_o", "d_lse", "stats", "delta", *begins))
-        if need_k or need_v or not self._deterministic:
+        if need_k or need_v or need_value or (need_q and not self._deterministic):
             tile = main.plan.tile
             assert isinstance(tile, BackwardTile | HopperBackwardTile)
             grid = sizes.batch * sizes.heads_k * -(-sizes.seqlen_k // tile.tile_n)
@@ -390,7 +416,8 @@ class _Backward:
                 boxes = {"q": (saved.q, queries), "k": (saved.k, keys), "v": (saved.v, keys), "d_o": (d_o, queries)}
                 maps = _maps(saved.q, {**boxes, "d_k": (dk, 64), "d_v": (dv, 64)})
                 inputs = (*maps, "stats", "delta")
-            self._main = Launch(main, grid, fields, (*inputs, "d_k", "d_v", *self._sums, *extra_names), maps)
+            outputs = ("d_k", "d_v", *self._sums, *(gradient.name for gradient in value_gradients))
+            self._main = Launch(main, grid, fields, (*inputs, *outputs, *extra_names), maps)
         if need_q and self._deterministic:
             kernel = kernels["bwd_dq"]
             self._dq = Launch(kernel, _query_tiles(sizes, kernel), fields, (*inputs, "d_q", *extra_names))
@@ -408,12 +435,14 @@ class _Backward:
         d_o: torch.Tensor,
         d_lse: torch.Tensor | None,
         saved: Saved,
+        tensors: Sequence[torch.Tensor],
         extras: Sequence[torch.Tensor | None],
         poison: bool,
     ) -> Gradients:
-        q, k, v, o, stats = saved
+        q, k, v, o, stats, lse = saved
+        extras = [extras[index] for index in self._kept]
         device = q.device
-        need_q, need_k, need_v = self._needed
+        need_q, need_k, need_v, *need_tensors = self._needed
         # No kernel writes rows of no packed sequence, or of keys that do not count.
         new = torch.zeros_like if self._packed else torch.empty_like
         dq = new(q, memory_format=torch.contiguous_format) if need_q else None
@@ -427,18 +456,48 @@ class _Backward:
             dq_sum = torch.zeros(self._dq_sum_floats, dtype=torch.float32, device=device)
         if self._turns:
             turns = torch.zeros(self._turns, dtype=torch.int32, device=device)
+        of_values = [
+            torch.zeros(gradient.shape, dtype=torch.float32, device=device) if need_tensors[gradient.place] else None
+            for gradient in self._value_gradients
+        ]
         begins = [extras[index] for index in self._begins]
         if self._delta is not None:
             self._delta(o, d_o, d_lse, stats, delta, *begins)
         if self._main is not None:
             sums = (dq_sum, turns)[: len(self._sums)]
             outputs = (dk, dv) if self._hopper else ()
-            self._main(q, k, v, d_o, *outputs, stats, delta, dk, dv, *sums, *extras)
+            self._main(q, k, v, d_o, *outputs, stats, delta, dk, dv, *sums, *of_values, *extras)
         if self._convert is not None:
             self._convert(dq_sum, dq, *begins)
         if self._dq is not None:
             self._dq(q, k, v, d_o, stats, delta, dq, *extras)
-        return dq, dk, dv
+        of_tensors: list[torch.Tensor | None] = [None] * len(need_tensors)
+        for gradient, total in zip(self._value_gradients, of_values, strict=True):
+            if total is not None:
+                of_tensors[gradient.place] = gradient.finish(total, tensors[gradient.place])
+        if self._sink is not None and need_tensors[self._sink]:
+            of_tensors[self._sink] = _sink_gradient(tensors[self._sink], lse, delta, begins)
+        return dq, dk, dv, *of_tensors
+
+
+def _sink_gradient(
+    sink: torch.Tensor, lse: torch.Tensor | None, delta: torch.Tensor, begins: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """(Hq,): minus the sum of P_sink * delta over the rows of a head. lse (B, Hq, Sq), or (Hq, Tq) of packed sequences
+    that begin at the rows `begins`; delta as the kernel leaves it, padded."""
+    assert lse is not None
+    weight = torch.exp(sink[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+    if not begins:
+        return -(weight * delta[..., : lse.shape[2]]).sum((0, 2))
+    (ends,) = begins
+    assert ends is not None
+    rows = torch.arange(lse.shape[1], device=lse.device)
+    sequence = torch.searchsorted(ends[1:], rows, right=True, out_int32=True).clamp(max=len(ends) - 2)
+    first = ends[sequence]
+    places = rows - first + (first // STATS_ROWS + sequence) * STATS_ROWS
+    of_none = (rows < ends[0]) | (rows >= ends[-1])  # no kernel writes their lse
+    terms = weight * delta[:, places.clamp(0, delta.shape[1] - 1)]
+    return -terms.masked_fill(of_none, 0.0).sum(1)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -8,7 +8,7 @@ needs no change here. Memory is bounded by working through blocks of query rows,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fagen.errors import SpecError
-from fagen.mods import MODS, ScoreContext
+from fagen.mods import ScoreContext
+from fagen.registry import known
 
 __all__ = ["Observe", "attention", "dropout_mask", "gradients", "keep_threshold", "philox", "seen"]
 
@@ -46,6 +47,7 @@ def attention(
     seed: int | None = None,
     offset: int = 0,
     first_batch: int = 0,
+    sink: Tensor | None = None,
     return_lse: bool = True,
     observe: Observe | None = None,
     **values: Any,
@@ -55,19 +57,21 @@ def attention(
     ``q`` (B, Sq, Hq, D), ``k`` (B, Sk, Hk, D), ``v`` (B, Sk, Hk, Dv), any dtype and strides, ``Hq % Hk == 0``. The
     masks are aligned to the bottom right: row ``i`` stands at key ``i + Sk - Sq``. ``window`` is (left, right),
     inclusive, -1 for no bound; with ``causal`` the two intersect. ``values`` are the call's values of the score
-    modifications by their parameter names (``softcap=50.0``, ``alibi_slopes=...``); None means off. ``first_batch`` is
-    the number of the first batch entry, of which the dropout mask is a function. ``observe`` is told of ``S``, the
-    product, ``scaled``, each modification by its name, ``mask``, ``P`` (normalised), and with dropout of ``keep``, what
-    P is multiplied by, and of ``dropout``, what that gives.
+    modifications by their parameter names (``softcap=50.0``, ``alibi_slopes=...``); None means off. ``sink`` (Hq,) is
+    one more score of each row, whose key has no value. ``first_batch`` is the number of the first batch entry, of which
+    the dropout mask is a function. ``observe`` is told of ``S``, the product, ``scaled``, each modification by its
+    name, ``mask``, ``P`` (normalised), and with dropout of ``keep``, what P is multiplied by, and of ``dropout``, what
+    that gives.
 
     Returns ``o`` (B, Sq, Hq, Dv) and ``lse`` (B, Hq, Sq), natural log of the undropped softmax, both float64; only
-    ``o`` with ``return_lse=False``. A row that sees no key gives o = 0 and lse = -inf, and touches no gradient.
+    ``o`` with ``return_lse=False``. A row that sees no key gives o = 0 and lse = -inf, or its sink, and touches no
+    other gradient.
 
     Raises SpecError for shapes that do not belong together, ``dropout_p`` outside [0, 1), dropout without a seed, and
     values of unknown modifications.
     """
     _check_shapes(q, k, v)
-    unknown = set(values) - {mod.argument for mod in MODS}
+    unknown = set(values) - {mod.argument for mod in known()}
     if unknown:
         raise SpecError(f"no score modification takes {', '.join(sorted(unknown))}")
     threshold = keep_threshold(dropout_p)
@@ -97,17 +101,23 @@ def attention(
 
         s = note("S", _per_group(q[:, :, rows.start : rows.stop], k[:, :, span].transpose(2, 3), group))
         s = note("scaled", scale * s)
-        for mod in MODS:
+        context = ScoreContext(row=row, col=col, rows=slice(rows.start, rows.stop), keys=span)
+        for mod in known():
             value = values.get(mod.argument)
             if value is not None:
-                s = note(mod.name, mod.eager(s, value, ScoreContext(row=row, col=col)))
+                s = note(mod.name, mod.eager(s, value, context))
         s = note("mask", s.masked_fill(~_visible(row, col, causal, window), -math.inf))
 
         # The maximum of a row that sees nothing is -inf; 0 in its place keeps exp(s - m) = 0 and its gradient 0.
-        m = s.detach().amax(dim=3, keepdim=True) if len(keys) else s.new_zeros(*s.shape[:3], 1)
+        m = s.detach().amax(dim=3, keepdim=True) if len(keys) else s.new_full((*s.shape[:3], 1), -math.inf)
+        last = None if sink is None else sink.double().view(1, heads, 1, 1)
+        if last is not None:
+            m = torch.maximum(m, last.detach())
         m = m.masked_fill(m == -math.inf, 0.0)
         p = torch.exp(s - m)
         total = p.sum(dim=3, keepdim=True)
+        if last is not None:
+            total = total + torch.exp(last - m)
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
         lse = (m + torch.log(total)).masked_fill(empty, -math.inf).squeeze(3)
@@ -122,7 +132,8 @@ def attention(
     # At least one block, so that empty inputs get their shapes the same way.
     starts = range(0, max(1, seqlen_q), length)
     spans = [range(start, min(start + length, seqlen_q)) for start in starts]
-    if len(spans) > 1 and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    leaves = (q, k, v, *(value for value in (sink, *values.values()) if isinstance(value, Tensor)))
+    if len(spans) > 1 and torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         blocks = [checkpoint(block, span, use_reentrant=False, preserve_rng_state=False) for span in spans]
     else:
         blocks = [block(span) for span in spans]
@@ -138,15 +149,13 @@ def packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None = None,
-    *,
-    alibi_slopes: Tensor | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor]:
     """``attention`` of packed sequences, one at a time.
 
     ``q`` (Tq, Hq, D), ``k`` (Tk, Hk, D), ``v`` (Tk, Hk, Dv). Sequence b has the rows ``cu_seqlens_q[b]`` to
     ``cu_seqlens_q[b + 1]`` of q, and of k and v likewise, of which the first ``seqused_k[b]`` count if that is given.
-    ``alibi_slopes`` is (Hq,) or (B, Hq). Returns o (Tq, Hq, Dv) and lse (Hq, Tq), 0 and -inf for rows of no sequence.
+    Returns o (Tq, Hq, Dv) and lse (Hq, Tq), 0 and -inf for rows of no sequence.
     """
     o = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
@@ -155,26 +164,34 @@ def packed(
         rows = slice(begins_q[b], begins_q[b + 1])
         used = begins_k[b + 1] - begins_k[b] if seqused_k is None else int(seqused_k[b])
         keys = slice(begins_k[b], begins_k[b] + used)
-        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b : b + 1]
-        o_b, lse_b = attention(q[None, rows], k[None, keys], v[None, keys], first_batch=b, alibi_slopes=slopes, **call)
+        given = [mod for mod in known() if call.get(mod.argument) is not None]
+        values = {mod.argument: mod.entry(call[mod.argument], b) for mod in given}
+        o_b, lse_b = attention(q[None, rows], k[None, keys], v[None, keys], first_batch=b, **call | values)
         o[rows], lse[:, rows] = o_b[0], lse_b[0]
     return o, lse
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, d_lse: Tensor | None = None, **call: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in float64, shaped as q, k and v: what autograd makes of ``d_o`` (B, Sq, Hq, Dv) and ``d_lse``
-    (B, Hq, Sq), the gradients of ``attention(q, k, v, **call)``, or of ``packed`` where ``call`` has cu_seqlens_q. None
-    stands for zeros."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    d_lse: Tensor | None = None,
+    *,
+    also: Sequence[str] = (),
+    **call: Any,
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv in float64, shaped as q, k and v, then the gradients of the values that ``also`` names: what
+    autograd makes of ``d_o`` (B, Sq, Hq, Dv) and ``d_lse`` (B, Hq, Sq), those of ``attention(q, k, v, **call)``, or of
+    ``packed`` where ``call`` has cu_seqlens_q. None stands for zeros."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v, *(call[name] for name in also))]
+    call |= dict(zip(also, leaves[3:], strict=True))
     with torch.enable_grad():
-        o, lse = (packed if "cu_seqlens_q" in call else attention)(*leaves, **call)
+        o, lse = (packed if "cu_seqlens_q" in call else attention)(*leaves[:3], **call)
     outputs, upstream = [o], [d_o.double()]
     if d_lse is not None:
         outputs, upstream = [o, lse], [d_o.double(), d_lse.double()]
-    dq, dk, dv = torch.autograd.grad(outputs, leaves, upstream)
-    return dq, dk, dv
+    return torch.autograd.grad(outputs, leaves, upstream)
 
 
 def seen(

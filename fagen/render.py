@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jinja2
 
+from fagen import registry
 from fagen.errors import BuildError, FagenError
 from fagen.plan import KernelPlan
 from fagen.stages import TracedPlan
@@ -28,15 +29,20 @@ def template_dir() -> Path:
 
 
 class _Loader(jinja2.FileSystemLoader):
-    """Takes a template for changed where its text is: what a file's time says depends on clocks and tools."""
+    """Takes a template for changed where its text is: what a file's time says depends on clocks and tools. Fragments of
+    score modifications from outside are where the registry says."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
-        source, filename, _ = super().get_source(environment, template)
+        outside = registry.fragment_path(template)
+        if outside is None:
+            source, filename, _ = super().get_source(environment, template)
+        else:
+            source, filename = outside.read_text(encoding="utf-8"), str(outside)
         path, content = Path(filename), Path(filename).read_bytes()
 
         def same() -> bool:
             try:
-                return path.read_bytes() == content
+                return registry.fragment_path(template) == outside and path.read_bytes() == content
             except OSError:
                 return False
 
@@ -95,13 +101,18 @@ def _explain(error: jinja2.TemplateError) -> str:
     if isinstance(error, jinja2.TemplateSyntaxError):
         return f"{error.name}, line {error.lineno}: {error.message}"
     folder = template_dir()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).parents]
-    place = f"{Path(frames[-1].filename).relative_to(folder)}, line {frames[-1].lineno}: " if frames else ""
-    return f"{place}{error}"
+    outside = {str(one.fragment) for one in registry.outside().values()}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if frame.filename in outside or folder in path.parents:
+            place = path.relative_to(folder) if folder in path.parents else path
+            return f"{place}, line {frame.lineno}: {error}"
+    return str(error)
 
 
 def context(kernel: KernelPlan) -> dict[str, Any]:
-    command = ["fagen", "show", *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
+    folder = ["--mods", "DIR"] if kernel.spec.custom else []
+    command = ["fagen", "show", *folder, *kernel.spec.cli_flags(), "--arch", kernel.arch.name]
     if kernel.spec.backward or kernel.spec.split_kv:  # then there are several kernels
         command += ["--kernel", kernel.kind]
     traced = isinstance(kernel, TracedPlan)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from fagen import registry
 from fagen.errors import SpecError
-from fagen.mods import MODS, Mod
+from fagen.mods import MODS, SINK, Mod
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
-
-_UNSERVED = {
-    "bias": "no kernel adds a bias to the scores",
-}
 
 HeadDim = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -39,13 +36,17 @@ class AttentionSpec(BaseModel):
     window: Flag = Field(False, description="sliding window (left, right) around each query's position")
     softcap: Flag = Field(False, description="scores become softcap * tanh(score / softcap)")
     alibi: Flag = Field(False, description="scores lose slope * |distance|, a slope a head")
-    bias: Flag = Field(False, description="a tensor is added to the scores")
+    bias: Flag = Field(False, description="a tensor is added to the scores, or a mask hides some")
+    sink: Flag = Field(False, description="a score a head that every query sees, and whose key has no value")
     dropout: Flag = Field(False, description="probabilities are dropped at random and the rest rescaled")
     varlen: Flag = Field(False, description="packed sequences of any lengths, one after the other, given by cu_seqlens")
     paged: Flag = Field(False, description="keys and values in pages, given by a block table")
     split_kv: Flag = Field(False, description="parallel over the keys, for few queries")
     backward: Flag = Field(False, description="gradients too")
     deterministic: Flag = Field(False, description="bitwise equal gradients from run to run")
+    custom: tuple[Annotated[str, Field(strict=True)], ...] = Field(
+        (), description="names of score modifications from outside, also given as fields: nearness=True"
+    )
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -69,20 +70,34 @@ class AttentionSpec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolve_head_dim_v(cls, data: Any) -> Any:
+    def _resolve(cls, data: Any) -> Any:
         # Two spellings of one kernel must be one spec, one slug and one digest.
-        if isinstance(data, dict) and data.get("head_dim_v") == data.get("head_dim"):
+        if not isinstance(data, dict):
+            return data
+        if data.get("head_dim_v") == data.get("head_dim"):
             data = {**data, "head_dim_v": None}
+        outside = {name: on for name, on in data.items() if name not in cls.model_fields and registry.find(name)}
+        for name, on in outside.items():
+            if not isinstance(on, bool):
+                raise ValueError(f"{name}={on!r}: input should be a valid boolean")
+        names = data.get("custom", ())
+        if outside and isinstance(names, list | tuple):
+            kept = {name: value for name, value in data.items() if name not in outside}
+            data = {**kept, "custom": (*names, *(name for name, on in outside.items() if on))}
         return data
+
+    @field_validator("custom", mode="after")
+    @classmethod
+    def _in_one_order(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            registry.named(name)
+        return tuple(sorted(set(names)))
 
     @model_validator(mode="after")
     def _check(self) -> AttentionSpec:
         for name, value in (("head_dim", self.head_dim), ("head_dim_v", self.dim_v)):
             if value % HEAD_DIM_STEP or not MIN_HEAD_DIM <= value <= MAX_HEAD_DIM:
                 raise ValueError(f"{name}={value} is not served: {_nearest_head_dims(value)}")
-        for name, reason in _UNSERVED.items():
-            if getattr(self, name):
-                raise ValueError(f"{name}=True is not served: {reason} in this version")
         if self.paged and not (self.split_kv or self.varlen):
             raise ValueError("paged=True needs split_kv=True, for few queries, or varlen=True, for packed ones")
         if self.paged and self.backward:
@@ -94,9 +109,12 @@ class AttentionSpec(BaseModel):
                 )
         if self.deterministic and not self.backward:
             raise ValueError("deterministic=True is about gradients: it needs backward=True")
-        for mod in self.mods if self.backward else ():
-            if not mod.differentiable:
+        for mod in self.mods:
+            if self.backward and not mod.differentiable:
                 raise ValueError(f"backward=True with {mod.name}=True is not served: {mod.name} has no backward")
+            for name, reason in mod.unserved_with.items():
+                if name in self.features:
+                    raise ValueError(f"{mod.name}=True with {name}=True is not served: {reason}")
         return self
 
     @property
@@ -106,13 +124,25 @@ class AttentionSpec(BaseModel):
 
     @property
     def mods(self) -> tuple[Mod, ...]:
-        """The score modifications of this spec, in the order in which they apply."""
-        return tuple(mod for mod in MODS if getattr(self, mod.name))
+        """The score modifications of this spec, in the order in which they apply. SpecError where one from outside is
+        not known in this process."""
+        own = [mod for mod in MODS if getattr(self, mod.name)]
+        return registry.in_order([*own, *map(registry.named, self.custom)])
+
+    @property
+    def valued(self) -> tuple[Mod, ...]:
+        """What a call gives a value for: the score modifications and the sink."""
+        return (*self.mods, *((SINK,) if self.sink else ()))
+
+    @property
+    def reads_position(self) -> bool:
+        """Whether some score modification reads where a query stands among the keys."""
+        return any(mod.reads_position for mod in self.mods)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of the features that are on, in field order."""
-        return tuple(name for name in feature_names() if getattr(self, name))
+        """Names of the features that are on, in field order, then those from outside."""
+        return (*(name for name in feature_names() if getattr(self, name)), *self.custom)
 
     @property
     def slug(self) -> str:
@@ -151,7 +181,8 @@ def _one_line(error: ValidationError) -> str:
         if item["type"] == "value_error":
             parts.append(str(item["ctx"]["error"]))
         elif item["type"] == "extra_forbidden":
-            parts.append(f"AttentionSpec has no field {field!r}; its fields: {', '.join(AttentionSpec.model_fields)}")
+            fields = ", ".join([*AttentionSpec.model_fields, *registry.outside()])
+            parts.append(f"AttentionSpec has no field {field!r}; its fields: {fields}")
         elif item["type"] == "missing":
             parts.append(f"{field} is required")
         else:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from fagen import inspection
+from fagen import inspection, registry
 from fagen import render as renderer
 from fagen.arch import Arch
 from fagen.errors import BuildError, FagenError, ToolchainError
@@ -160,7 +160,8 @@ class Job:
 
 def template_folders() -> tuple[Path, ...]:
     """Where a saved template changes kernels."""
-    return (renderer.template_dir(),)
+    outside = {one.fragment.parent for one in registry.outside().values()}
+    return (renderer.template_dir(), *sorted(outside))
 
 
 def case_table() -> Path | None:

@@ -6,10 +6,14 @@ adds a row to each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from fagen.call import DTYPES
 from fagen.check import Case, alibi_slopes_per_batch
 from fagen.spec import AttentionSpec
 
@@ -162,6 +166,72 @@ ALIBI = [
     ),
 ]
 
+
+def bias_of_heads(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """(Hq, Sq, Sk) in the spec's dtype, the queries next to each other in memory."""
+    x = torch.randn(case.heads, case.seqlen_k, case.seqlen_q, generator=generator)
+    return x.to(DTYPES[case.spec.dtype]).transpose(1, 2)
+
+
+def bias_of_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """(B, 1, 1, Sk), float32: -inf for the last third of the keys, of the last batch entry for all."""
+    x = torch.randn(case.batch, 1, 1, case.seqlen_k, generator=generator)
+    x[..., 2 * case.seqlen_k // 3 :] = -math.inf
+    x[case.batch - 1] = -math.inf
+    return x
+
+
+def bias_expanded(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """(B, Hq, Sq, Sk), float32, the same for all batch entries and a slice of what is NaN elsewhere."""
+    parent = torch.full((1, case.heads, case.seqlen_q + 2, case.seqlen_k + 5), math.nan)
+    x = parent[:, :, 1:-1, 3:-2]
+    x.copy_(torch.randn(x.shape, generator=generator))
+    return x.expand(case.batch, -1, -1, -1)
+
+
+def mask_of_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """(B, 1, Sq, Sk), bool: a third of the keys is hidden, and all of them from the first query."""
+    mask = torch.rand(case.batch, 1, case.seqlen_q, case.seqlen_k, generator=generator) < 2 / 3
+    mask[:, :, 0] = False
+    return mask
+
+
+def _biases(*makers: Callable[[Case, torch.Generator], torch.Tensor]) -> list[dict[str, Any]]:
+    return [{"values": {"bias": maker}} for maker in makers]
+
+
+OF_HEADS, OF_KEYS, EXPANDED, MASK = _biases(bias_of_heads, bias_of_keys, bias_expanded, mask_of_keys)
+BIAS = [
+    *_rows(
+        64,
+        _at(64, 64, **_heads(4, 2)),
+        _at(65, 70, batch=2, **OF_HEADS),
+        _at(33, 130, batch=2, **OF_KEYS),
+        _at(129, 65, batch=2, **EXPANDED),
+        _at(70, 33, batch=2, **MASK),
+        *LARGE,
+        bias=True,
+    ),
+    *_rows(128, _at(65, 65, **OF_HEADS), _at(40, 100, batch=2, **MASK), *LARGE, bias=True, causal=True, dtype="fp16"),
+    *_rows(
+        64,
+        _at(3, 300, batch=2, **_heads(8, 2), **MASK),
+        _at(5, 200, batch=2, **_heads(6, 3), **OF_HEADS),
+        _large(1, 9000),
+        bias=True,
+        split_kv=True,
+    ),
+    *_rows(64, _at(2, 77, batch=2, **_heads(4, 2)), bias=True, split_kv=True, paged=True, causal=True, dtype="fp16"),
+]
+
+SINKS = [
+    *_rows(64, _at(65, 70, batch=2, **_heads(4, 2)), _at(70, 33), _at(5, 0), *LARGE, sink=True, causal=True),
+    *_rows(
+        64, _at(3, 300, batch=2, **_heads(8, 2)), _at(2, 500, num_splits=5), _large(1, 9000), sink=True, split_kv=True
+    ),
+    *_rows(64, _at(130, 100, batch=3, **_heads(4, 2)), sink=True, varlen=True, causal=True),
+]
+
 DROPOUT = [
     *_rows(
         64,
@@ -271,6 +341,8 @@ CASES: list[Case] = [
     *WINDOW,
     *SOFTCAP,
     *ALIBI,
+    *BIAS,
+    *SINKS,
     *DROPOUT,
     *VARLEN,
     *SPLIT,
@@ -395,6 +467,58 @@ GRADIENT_ALIBI = [
     ),
 ]
 
+GRADIENT_BIAS = [
+    *_gradients(
+        64,
+        _at(64, 64, **_heads(8, 2)),
+        _at(65, 70, batch=2, lse_gradient=True, **OF_HEADS),
+        _at(33, 130, batch=3, **OF_KEYS),
+        _at(129, 65, batch=2, **EXPANDED),
+        _at(70, 33, batch=2, **MASK),
+        _at(5, 0),
+        _large(1024, 1024),
+        _large(777, 1001, **OF_HEADS),
+        bias=True,
+    ),
+    *_gradients(
+        72,
+        _at(65, 70, batch=2, window=(30, 2), **OF_HEADS),
+        _at(90, 33, window=(10, 10)),
+        dv=40,
+        dtype="fp16",
+        bias=True,
+        window=True,
+        softcap=True,
+        alibi=True,
+        dropout=True,
+    ),
+    *_gradients(
+        64,
+        _at(65, 70, batch=2, **_heads(4, 2), **OF_HEADS),
+        _at(70, 65, batch=2, **OF_KEYS),
+        _large(515, 777, **OF_HEADS),
+        bias=True,
+        causal=True,
+        deterministic=True,
+    ),
+    *_gradients(256, _large(515, 515), bias=True, causal=True),
+]
+
+GRADIENT_SINKS = [
+    *_gradients(
+        64,
+        _at(65, 70, batch=2, **_heads(4, 2)),
+        _at(70, 33, lse_gradient=True),
+        *LARGE_GRADIENTS,
+        sink=True,
+        causal=True,
+    ),
+    *_gradients(64, _at(65, 70, lse_gradient=True), sink=True, softcap=True, dropout=True, deterministic=True),
+    *_gradients(
+        72, _at(130, 100, batch=3, lse_gradient=True), dv=40, dtype="fp16", sink=True, varlen=True, causal=True
+    ),
+]
+
 GRADIENT_DROPOUT = [
     *_gradients(
         64,
@@ -498,6 +622,8 @@ GRADIENTS: list[Case] = [
     *GRADIENT_WINDOW,
     *GRADIENT_SOFTCAP,
     *GRADIENT_ALIBI,
+    *GRADIENT_BIAS,
+    *GRADIENT_SINKS,
     *GRADIENT_DROPOUT,
     *GRADIENT_PAIRS,
     *DETERMINISTIC,

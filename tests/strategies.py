@@ -24,6 +24,8 @@ def _served(feature: str) -> bool:
 
 # What changes the result and goes together; gradients have flags of their own, and keys are split without some others.
 FEATURES = tuple(name for name in feature_names() if _served(name) and name not in ("backward", "split_kv", "paged"))
+# Those that may all be on at once: a bias knows of no packed sequences.
+TOGETHER = tuple(name for name in FEATURES if name != "bias")
 
 
 def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
@@ -37,7 +39,9 @@ def spec_fields() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _with_order(fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Where there are gradients, in a fixed order or in any."""
+    """Where there are gradients, in a fixed order or in any; and what excludes another feature without it."""
+    if fields.get("bias"):
+        fields = fields | {"varlen": False}
     if fields.get("split_kv"):
         return st.just(fields | {"backward": False, "varlen": False})
     fields = fields | {"paged": False}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from hypothesis import given, settings
-from strategies import DTYPES, FEATURES, HEAD_DIMS, served
+from strategies import DTYPES, FEATURES, HEAD_DIMS, TOGETHER, served
 
 from fagen import target
 from fagen.arch import Arch, capabilities, for_capability, known, parse_list, resolve, why
@@ -192,7 +192,7 @@ TILED = {(resolve(name).family, resolve(name).smem_limit): resolve(name) for nam
 
 @pytest.mark.parametrize("arch", TILED.values(), ids=lambda arch: arch.name)
 def test_every_head_dim_has_a_tile_that_fits(arch: Arch) -> None:
-    features: list[dict[str, bool]] = [{}, *({name: True} for name in FEATURES), dict.fromkeys(FEATURES, True)]
+    features: list[dict[str, bool]] = [{}, *({name: True} for name in FEATURES), dict.fromkeys(TOGETHER, True)]
     for head_dim in HEAD_DIMS:
         for dim_v in (None, 8, 64, 72, 128, 136, 192, 256):
             for on in features:

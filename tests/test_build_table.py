@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_toolchain import FakeSpec, Stub, make_kernel, render, script, script_env
-from strategies import FEATURES
+from strategies import FEATURES, TOGETHER
 
 import fagen
 from fagen import build, cache, target, toolchain
@@ -82,12 +82,12 @@ def test_every_feature_under_a_strange_path(host: Stub, tmp_path: Path, monkeypa
     """B12: with the real templates; every part of every path fits, and every name is another."""
     home = tmp_path / WEIRD / "cache"
     monkeypatch.setenv("FAGEN_CACHE_DIR", str(home))
-    gradients = dict.fromkeys((*FEATURES, "backward", "deterministic"), True)
+    gradients = dict.fromkeys((*TOGETHER, "backward", "deterministic"), True)
     decoding = dict.fromkeys((*(name for name in FEATURES if name != "varlen"), "split_kv", "paged"), True)
     specs = [
         AttentionSpec(head_dim=256, head_dim_v=248, dtype="fp16", **features) for features in (gradients, decoding)
     ]
-    assert {name for spec in specs for name in spec.features} == set(feature_names()) - {"bias"}
+    assert {name for spec in specs for name in spec.features} == set(feature_names())
     wanted = [kernel for spec in specs for name in ("sm80", "sm90a", "9.0+PTX") for kernel in plan(spec, resolve(name))]
     artifacts = build.build(wanted, emulate=True)
     assert len({artifact.directory for artifact in artifacts}) == len(set(wanted)) == host.compiled

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from examples import add, blocks, copy_of_checkout, replay, steps, text_of
 
+from examples import add, blocks, copy_of_checkout, replay, steps, text_of
 from fagen import cli, env
 from fagen.arch import known
 

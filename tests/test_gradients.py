@@ -27,6 +27,7 @@ from fagen.check import (
     compare_gradients,
     compare_lse,
     compare_o,
+    differentiable_values,
     differentiate,
     flash_error,
     flash_gradient_errors,
@@ -49,7 +50,7 @@ ORDERS = [
     "hdim64_bf16_causal_window_softcap_alibi_dropout_backward-b2h4k2-q65k70-w30,2-alibi_slopes-dlse",
 ]
 
-Results = tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]
+Results = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +82,8 @@ def judge(case: Case, device: str, arch: str | None = None) -> None:
     """o, lse, dq, dk and dv within their budgets of the reference, or of PyTorch's flash kernel's on a GPU if more."""
     inputs, (d_o, d_lse) = case.inputs(device), case.upstream(device)
     o, lse, gradients = call(case, device, arch)
-    for x, like in zip(gradients, (inputs.q, inputs.k, inputs.v), strict=True):
+    values = [inputs.call[name] for name in differentiable_values(case.spec, inputs)]
+    for x, like in zip(gradients, (inputs.q, inputs.k, inputs.v, *values), strict=True):
         assert x.shape == like.shape and x.dtype == like.dtype
     expected_o, expected_lse = case.reference(inputs)
     expected = case.reference_gradients(inputs, d_o, d_lse)
@@ -267,9 +269,14 @@ def test_eager_definitions_by_finite_differences(mod: Mod) -> None:
     """What the table trusts: autograd through the eager definition of each modification."""
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
-    value = mod.example(CallContext(batch=1, heads_q=2, softmax_scale=0.5, device=torch.device("cpu")))
-    context = ScoreContext(row=torch.arange(1, 4)[:, None], col=torch.arange(4)[None, :])
+    call = CallContext(batch=1, heads_q=2, seqlen_q=3, seqlen_k=4, softmax_scale=0.5, device=torch.device("cpu"))
+    value = mod.example(call)
+    row, col = torch.arange(1, 4)[:, None], torch.arange(4)[None, :]
+    context = ScoreContext(row=row, col=col, rows=slice(0, 3), keys=slice(0, 4))
     assert torch.autograd.gradcheck(lambda s: mod.eager(s, value, context), scores.requires_grad_())
+    if mod.gradient is not None:
+        wanted = value.double().requires_grad_()
+        assert torch.autograd.gradcheck(lambda value: mod.eager(scores, value, context), wanted)
 
 
 @pytest.mark.parametrize("mod", [mod for mod in MODS if mod.differentiable], ids=lambda mod: mod.name)

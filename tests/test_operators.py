@@ -23,6 +23,7 @@ FULL = AttentionSpec(
     head_dim=16, head_dim_v=24, window=True, softcap=True, alibi=True, dropout=True, backward=True, deterministic=True
 )
 TRAINING = AttentionSpec(head_dim=16, causal=True, softcap=True, dropout=True, backward=True)
+BIASED = AttentionSpec(head_dim=16, softcap=True, bias=True, sink=True, backward=True)
 FORWARD = AttentionSpec(head_dim=16)
 VALUES: dict[AttentionSpec, dict[str, Any]] = {
     CAUSAL: {},
@@ -35,6 +36,7 @@ VALUES: dict[AttentionSpec, dict[str, Any]] = {
         "softmax_scale": 0.3,
     },
     TRAINING: {"softcap": 5.0, "dropout_p": 0.2, "seed": 1},
+    BIASED: {"softcap": 5.0, "sink": torch.tensor([0.5, 2.0]), "bias": torch.linspace(-2.0, 2.0, 27).expand(2, 20, 27)},
     FORWARD: {},
 }
 
@@ -342,15 +344,16 @@ def test_threads() -> None:
 
 def operator_arguments(spec: AttentionSpec, **values: Any) -> tuple[Any, ...]:
     """The arguments of `torch.ops.fagen.forward` after q, k and v."""
-    mods = [values.get(mod.argument) for mod in spec.mods]
+    mods = [values.get(mod.argument) for mod in spec.valued]
     given = [values.get(name) for name in ("softmax_scale", "window", "dropout_p")]
     state = torch.tensor([values["seed"], 0]) if spec.dropout else None
     return (
         spec.model_dump_json(),
         "sm80",
         *given,
-        [mod if isinstance(mod, Tensor) else None for mod in mods],
-        [0.0 if isinstance(mod, Tensor) else mod for mod in mods],
+        [mod for mod in mods if isinstance(mod, Tensor)],
+        [mod for mod in mods if not isinstance(mod, Tensor)],
+        [isinstance(mod, Tensor) for mod in mods],
         [],
         None,
         None,
@@ -360,7 +363,7 @@ def operator_arguments(spec: AttentionSpec, **values: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("spec", [FORWARD, CAUSAL, FULL], ids=lambda spec: spec.slug)
+@pytest.mark.parametrize("spec", [FORWARD, CAUSAL, FULL, BIASED], ids=lambda spec: spec.slug)
 def test_opcheck(spec: AttentionSpec, transposed: bool) -> None:
     q, k, v = tensors(spec, grad=spec.backward)
     if transposed:
@@ -370,9 +373,11 @@ def test_opcheck(spec: AttentionSpec, transposed: bool) -> None:
     if spec.backward:
         q, k, v = q.detach(), k.detach(), v.detach()
         o, lse, stats = torch.ops.fagen.forward(q, k, v, *arguments)
+        of_mods = [not mod.no_gradient(spec.deterministic) for mod in spec.valued if mod.argument != "softcap"]
         for needed, d_lse in (([True, True, True], torch.ones_like(lse)), ([False, False, True], None)):
             d_o = torch.ones_like(o)
-            torch.library.opcheck(torch.ops.fagen.backward, (d_o, d_lse, q, k, v, o, stats, *arguments, needed))
+            saved = (q, k, v, o, stats, lse if spec.sink else None)
+            torch.library.opcheck(torch.ops.fagen.backward, (d_o, d_lse, *saved, *arguments, [*needed, *of_mods]))
 
 
 def test_operators_are_what_eager_calls_are() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from strategies import FEATURES, specs
+from strategies import FEATURES, TOGETHER, specs
 
 from fagen.arch import resolve
 from fagen.errors import LaunchError
@@ -21,7 +21,7 @@ from fagen.render import render
 from fagen.spec import AttentionSpec
 from fagen.toolchain import find_host_compiler
 
-EVERYTHING = AttentionSpec(head_dim=64, **dict.fromkeys(FEATURES, True))
+EVERYTHING = AttentionSpec(head_dim=64, **dict.fromkeys(TOGETHER, True))
 SPECS = [AttentionSpec(head_dim=64), *(AttentionSpec(head_dim=64, **{name: True}) for name in FEATURES), EVERYTHING]
 CTYPES: dict[str, Any] = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "I": ctypes.c_uint32}
 CTYPES["f"] = ctypes.c_float

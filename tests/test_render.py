@@ -19,7 +19,7 @@ from pathlib import Path
 import jinja2
 import pytest
 from hypothesis import given, settings
-from strategies import FEATURES, served, specs
+from strategies import FEATURES, TOGETHER, served, specs
 
 from fagen import build, cli, render, toolchain
 from fagen.arch import Arch, resolve
@@ -49,6 +49,9 @@ GOLDEN_KERNELS = [
     ("sm90", AttentionSpec(head_dim=128, causal=True, varlen=True, backward=True)),
     ("sm90", AttentionSpec(head_dim=128, causal=True, split_kv=True)),
     ("sm80", AttentionSpec(head_dim=64, dtype="fp16", alibi=True, split_kv=True)),
+    ("sm80", AttentionSpec(head_dim=64, bias=True, split_kv=True)),
+    ("sm90a", AttentionSpec(head_dim=64, dtype="fp16", sink=True)),
+    ("sm80", AttentionSpec(head_dim=72, dtype="fp16", bias=True, sink=True, backward=True)),
     ("sm90", AttentionSpec(head_dim=72, window=True, paged=True, split_kv=True)),
     (
         "sm86",
@@ -106,6 +109,7 @@ TOKENS = {
     "paged": r"page|block_table",
     "dropout": r"dropout|philox|random|keep_|undropped",
 } | {mod.name: mod.name for mod in MODS}
+TOKENS["sink"] = r"sink"
 TOKENS["softcap"] += r"|tanh|\bcap\b"
 TOKENS["alibi"] += r"|slope|distance"
 POSITIONS = r"\boffset = seqlen_k"
@@ -242,7 +246,7 @@ def test_nothing_of_the_machine_enters(tmp_path: Path) -> None:
     """The same bytes from an installation elsewhere, in another folder, time zone, locale and order of hashes."""
     shutil.copytree(ROOT / "fagen", tmp_path / "fagen", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(render.template_dir(), tmp_path / "fagen" / "templates")
-    spec = AttentionSpec(head_dim=64, **dict.fromkeys(FEATURES, True))
+    spec = AttentionSpec(head_dim=64, **dict.fromkeys(TOGETHER, True))
     changed = {"PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "LC_ALL": "C", "HOME": "/"}
     command = [sys.executable, "-m", "fagen", "show", *spec.cli_flags(), "--arch", "sm80"]
     shown = subprocess.run(command, env=os.environ | changed, cwd="/", capture_output=True, text=True, check=True)
@@ -313,12 +317,12 @@ def test_swizzle_has_no_bank_conflicts(chunks: int, addresses: dict[int, list[li
 @pytest.mark.parametrize(
     ("arch", "spec"),
     [
-        ("sm80", AttentionSpec(head_dim=64, **dict.fromkeys(FEATURES, True))),
+        ("sm80", AttentionSpec(head_dim=64, **dict.fromkeys(TOGETHER, True))),
         ("sm86", AttentionSpec(head_dim=256, dtype="fp16", causal=True)),
         ("sm90+ptx", AttentionSpec(head_dim=128, window=True, softcap=True)),
         ("sm120", AttentionSpec(head_dim=72, head_dim_v=136, dropout=True, alibi=True)),
         ("sm89", AttentionSpec(head_dim=256, softcap=True, backward=True, deterministic=True)),
-        ("sm90", AttentionSpec(head_dim=104, head_dim_v=40, **dict.fromkeys((*FEATURES, "backward"), True))),
+        ("sm90", AttentionSpec(head_dim=104, head_dim_v=40, **dict.fromkeys((*TOGETHER, "backward"), True))),
     ],
 )
 def test_a_cuda_compiler_takes_it(arch: str, spec: AttentionSpec) -> None:

@@ -266,7 +266,33 @@ def test_values_reach_the_kernel(no_fallback: None) -> None:
     assert torch.equal(o, flash_attn_func(*direct, 0.5, 0.3, causal=True, softcap=4.0))
 
 
-@pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_table", "head_mask"])
+@pytest.mark.parametrize("form", ["pattern", "spans", "mask"])
+def test_sinks(form: str) -> None:
+    """As gpt-oss has them: one more column of scores, which is left out after the softmax."""
+    tensors = qkv(20, 20)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.bfloat16, requires_grad=True)
+    visible = torch.ones(20, 20, dtype=torch.bool).tril().expand(3, 1, 20, 20).clone()
+    mask: Pattern | Tensor = Pattern(causal=True)
+    if form == "spans":
+        mask = Pattern(causal=True, spans=(Span(0, 4, 20), Span(1, 0, 20), Span(2, 0, 20)))
+        visible[0, :, :, :4] = False
+    if form == "mask":
+        visible[1, :, 7:, 3] = False
+        mask = visible
+    o, _ = integration.attention(Layer(), *tensors, mask, s_aux=sinks)
+    q, k, v = (x.double() for x in tensors)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * q.shape[3] ** -0.5).masked_fill(~visible, -math.inf)
+    wanted = sinks.detach().double().requires_grad_()
+    columns = torch.cat([scores, wanted.view(1, 4, 1, 1).expand(3, 4, 20, 1)], 3).softmax(3)[..., :-1]
+    expected = (columns @ v).transpose(1, 2)
+    torch.testing.assert_close(o.double(), expected, rtol=2e-2, atol=1e-2)
+    (found,) = torch.autograd.grad(o.float().square().sum(), sinks)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), wanted)
+    torch.testing.assert_close(found.double(), gradient, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "block_table", "head_mask"])
 def test_what_no_kernel_has_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match=rf"no kernel .*\({name}\)"):
         integration.attention(Layer(), *qkv(9, 9), Pattern(causal=True), **{name: torch.zeros(4)})

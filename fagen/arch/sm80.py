@@ -97,7 +97,8 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     roomy = arch.smem_limit >= 160 * KIB
     # Masks and modifications hold registers of their own; where the plain kernel has none left, they spill. Dropout
-    # must not choose: with a probability of 0 it gives the bits of the kernel without it.
+    # must not choose: with a probability of 0 it gives the bits of the kernel without it. The addresses of a bias take
+    # so many that the keys a step are the most without a spill.
     plain = not (spec.causal or spec.window or spec.mods)
     hopper = arch.smem_limit >= 227 * KIB
     if widest <= 32:
@@ -105,7 +106,7 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
         return TileConfig(tile_m=128, tile_n=64, warps=4, stages=2, blocks_per_sm=2)
     if widest <= 64:
         # d64: 346 full, 337 causal with 96 keys a step; 64 keys 327 and 309, 112 spill. 99 KiB: two blocks of 48 KiB.
-        return TileConfig(tile_m=128, tile_n=96 if roomy else 64, warps=4, stages=2, blocks_per_sm=2)
+        return TileConfig(tile_m=128, tile_n=96 if roomy and not spec.bias else 64, warps=4, stages=2, blocks_per_sm=2)
     if not roomy:
         return _tile_of_99_kib(widest)
     if widest <= 128:
@@ -114,14 +115,16 @@ def forward_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
         # tile. Two blocks of 96 KiB need the 227 KiB of Hopper.
         capped = [mod.name for mod in spec.mods] == ["softcap"]
         wide = hopper and (plain or capped or widest <= 96)
-        return TileConfig(tile_m=128, tile_n=64 if wide else 48, warps=4, stages=2, blocks_per_sm=2)
+        tile_n = 32 if spec.bias else 64 if wide else 48
+        return TileConfig(tile_m=128, tile_n=tile_n, warps=4, stages=2, blocks_per_sm=2)
     # O leaves registers for 16 rows a warp only.
     if widest <= 192:
         # d192: 351 full, 352 causal with 4 warps and 64 keys a step; 8 warps and 96 keys 342 and 337.
         return TileConfig(tile_m=64, tile_n=64, warps=4, stages=1, blocks_per_sm=2)
     # d256: 351 full, 352 causal with 8 warps and 96 keys a step; 4 warps and 64 keys, two blocks, 336 and 350; a second
     # stage 324.
-    return TileConfig(tile_m=128, tile_n=80 if spec.alibi else 96, warps=8, stages=1, blocks_per_sm=1)
+    tile_n = 64 if spec.bias else 80 if spec.alibi else 96
+    return TileConfig(tile_m=128, tile_n=tile_n, warps=8, stages=1, blocks_per_sm=1)
 
 
 def _tile_of_99_kib(widest: int) -> TileConfig:

@@ -12,13 +12,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fagen import __version__
-from fagen.errors import FagenError, ToolchainError
+from fagen.cli.options import MODS_HELP
+from fagen.errors import FagenError, SpecError, ToolchainError
 
 # Name of the command: where it is, and the line that describes it.
 COMMANDS = {
@@ -93,7 +95,8 @@ def load(name: str) -> Any:
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     epilog = f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None
     register = single.command(name, cls=_Command, help=line, epilog=epilog, context_settings=_SETTINGS)
-    register(getattr(import_module(module), function))
+    command = getattr(import_module(module), function)
+    register(getattr(command, "anew", lambda: command)())
     return typer.main.get_command(single)
 
 
@@ -121,6 +124,7 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    mods: Annotated[list[str] | None, typer.Option("--mods", metavar="DIR", help=MODS_HELP)] = None,
 ) -> None:
     pass
 
@@ -145,7 +149,7 @@ def _run(arguments: list[str]) -> int:
             # PyTorch says so at its first tensor; nothing here needs NumPy.
             warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
             warnings.showwarning = _warn
-            code = app(args=arguments, prog_name="fagen", standalone_mode=False)
+            code = app(args=_with_mods(arguments), prog_name="fagen", standalone_mode=False)
     except FagenError as error:
         return _fail(error, error.exit_code, str(error), as_json)
     except _CommandLineError as error:
@@ -160,6 +164,26 @@ def _run(arguments: list[str]) -> int:
     if code == _INTERRUPTED:
         return _fail(KeyboardInterrupt(), _INTERRUPTED, "interrupted", as_json)
     return code if isinstance(code, int) else 0
+
+
+def _with_mods(arguments: list[str]) -> list[str]:
+    """The arguments without `--mods DIR`, wherever that stands, whose folders are loaded: they bring flags."""
+    rest, folders = [], []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--mods":
+            rest.append(word)
+        elif folder := value if equals else next(words, ""):
+            folders.append(folder)
+        else:
+            raise SpecError("--mods wants a folder: --mods DIR")
+    if folders:
+        from fagen.registry import load_mods
+
+        for folder in folders:
+            load_mods(Path(folder).expanduser(), source="--mods")
+    return rest
 
 
 def _warn(

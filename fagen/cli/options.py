@@ -14,6 +14,7 @@ _ARCH_HELP = (
 )
 _SHARD_HELP = "only part I of N, such as 3/16; the parts can be built on any machines, and are all"
 _JOBS_HELP = "most compilers at once; default: what cores and memory allow"
+MODS_HELP = "a folder of score modifications from outside, whose code is run; each has a flag then"
 _EMULATE_HELP = "the same kernel compiled for the CPU"
 
 ArchOption = Annotated[

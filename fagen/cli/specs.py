@@ -15,7 +15,8 @@ from typing import Any
 
 import typer
 
-from fagen.cli.options import KERNEL_PANEL, ArchOption
+from fagen import registry
+from fagen.cli.options import KERNEL_PANEL, MODS_HELP, ArchOption
 from fagen.errors import SpecError
 from fagen.spec import AttentionSpec, feature_names
 
@@ -40,6 +41,7 @@ def takes_specs(command: Callable[..., Any], optional: bool = False, unless: Seq
     @wraps(command)
     def run(**values: Any) -> Any:
         given = {flag.name: values.pop(flag.name) for flag in flags}
+        given.pop("mods")  # read before the flags that it brings (fagen.cli)
         if optional and values["matrix"] is not None:
             if any(value not in (None, []) for value in given.values()):
                 raise SpecError("--from names the kernels, and so do the flags: give one of them")
@@ -52,6 +54,8 @@ def takes_specs(command: Callable[..., Any], optional: bool = False, unless: Seq
             raise SpecError("say which kernel: --head-dim 128 and the features, or a file with --from")
         return command(specs=matrix(given), **values)
 
+    # Modifications from outside, which are known by the time a command line is read, have flags as well.
+    run.anew = lambda: takes_specs(command, optional, unless)  # type: ignore[attr-defined]
     run.__signature__ = signature.replace(parameters=[*flags, *own])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*flags, *own]}
     return run
@@ -60,7 +64,7 @@ def takes_specs(command: Callable[..., Any], optional: bool = False, unless: Seq
 def parse(flag: str, text: str) -> tuple[list[AttentionSpec], str | None]:
     """The specs that the flags in `text` name, and its --arch. SpecError that names `flag` where they do not."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(add_help_option=False)(_named)
+    app.command(add_help_option=False)(takes_specs(_named))
     try:
         words = shlex.split(text)
         named: tuple[list[AttentionSpec], str | None] = typer.main.get_command(app).main(words, standalone_mode=False)
@@ -77,10 +81,10 @@ def matrix(given: Mapping[str, Any]) -> list[AttentionSpec]:
     `given` maps each field to the texts of its flag, or for a feature to True, False or None; and "both" to names of
     features. Raises SpecError for what is not served.
     """
-    features = list(feature_names())
+    fields, features = _fields(), _features()
     both = [_feature(name, features) for name in _split(given["both"])]
     axes: list[list[Any]] = []
-    for name in AttentionSpec.model_fields:
+    for name in fields:
         value = given[name]
         if name not in features:
             axes.append([_number(text) for text in _split(value)] or [None])
@@ -93,19 +97,30 @@ def matrix(given: Mapping[str, Any]) -> list[AttentionSpec]:
             raise SpecError(f"--both {name.replace('_', '-')} and {flag} contradict each other")
     specs = []
     for values in itertools.product(*axes):
-        named = dict(zip(AttentionSpec.model_fields, values, strict=True))
+        named = dict(zip(fields, values, strict=True))
         specs.append(AttentionSpec(**{name: value for name, value in named.items() if value is not None}))
     return list(dict.fromkeys(specs))
 
 
+def _features() -> list[str]:
+    """Names of features, with those of modifications from outside."""
+    return [*feature_names(), *registry.outside()]
+
+
+def _fields() -> list[str]:
+    """Names of what a flag gives: `custom` has one for each of its entries."""
+    return [*(name for name in AttentionSpec.model_fields if name != "custom"), *registry.outside()]
+
+
 def _flags(optional: bool) -> list[inspect.Parameter]:
-    features = list(feature_names())
-    flags = [_value_flag(name, optional) for name in AttentionSpec.model_fields if name not in features]
+    features = _features()
+    flags = [_value_flag(name, optional) for name in _fields() if name not in features]
     flags += [_feature_flag(name) for name in features]
     both = typer.Option(
         None, "--both", metavar="FEATURE,...", help="once with and once without", rich_help_panel=_FEATURES
     )
-    return [*flags, _parameter("both", list[str] | None, both)]
+    mods = typer.Option(None, "--mods", metavar="DIR", help=MODS_HELP, rich_help_panel=_FEATURES)
+    return [*flags, _parameter("both", list[str] | None, both), _parameter("mods", list[str] | None, mods)]
 
 
 def _value_flag(name: str, optional: bool) -> inspect.Parameter:
@@ -125,10 +140,12 @@ def _value_flag(name: str, optional: bool) -> inspect.Parameter:
 
 def _feature_flag(name: str) -> inspect.Parameter:
     flag = _flag_name(name)
+    outside = registry.find(name)
+    description = outside.description if outside else AttentionSpec.model_fields[name].description
     option = typer.Option(
         None,
         f"{flag}/--no-{flag[2:]}",
-        help=AttentionSpec.model_fields[name].description,
+        help=description,
         hidden=not _served(name),
         rich_help_panel=_FEATURES,
     )
@@ -173,7 +190,6 @@ def _number(text: str) -> int | str:
         return text
 
 
-@takes_specs
 def _named(specs: list[AttentionSpec], arch: ArchOption = None) -> tuple[list[AttentionSpec], str | None]:
     """What `parse` makes of its flags."""
     return specs, arch

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fagen.errors import SpecError
-from fagen.interface import flash_attn_func
+from fagen.interface import attention_with_sink, flash_attn_func
 
 __all__ = ["Pattern", "Span", "attention", "mask", "register"]
 
@@ -38,7 +38,6 @@ _WARNED: set[str] = set()
 
 # Arguments that change what attention computes, and that no kernel knows. A model that passes one gets an error.
 _UNSERVED = {
-    "s_aux": "attention sinks",
     "position_bias": "a bias added to the scores",
     "head_mask": "a mask of heads",
     "block_table": "paged caches",
@@ -146,12 +145,13 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' attention interface asks for.
 
-    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv). Returns o (B, Sq, Hq, Dv), and no weights.
-    Rows of padding are zero. Raises SpecError for what neither a kernel nor the fallback computes.
+    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); s_aux (Hq,) are sinks. Returns o (B, Sq, Hq, Dv),
+    and no weights. Rows of padding are zero. Raises SpecError for what neither a kernel nor the fallback computes.
     """
     for name, what in _UNSERVED.items():
         if kwargs.get(name) is not None:
@@ -161,14 +161,14 @@ def attention(
     if kwargs.get("output_attentions"):
         _warn('attn_implementation="fagen" returns no attention weights: "eager" does')
     if isinstance(attention_mask, Tensor):
-        return _fallback(module, query, key, value, attention_mask, dropout, scaling, softcap), None
+        return _fallback(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
     if attention_mask is None:
         attention_mask = _pattern_without_mask(module, query, key, sliding_window, is_causal)
     lengths = kwargs.get("cu_seq_lens_q")
     if lengths is not None and len(lengths) > 2 and attention_mask.spans is None:
         raise SpecError("cu_seq_lens_q names several sequences, position_ids one: pass position_ids that start anew")
-    compute = partial(
-        flash_attn_func,
+    compute: Callable[..., Tensor] = partial(
+        flash_attn_func if s_aux is None else partial(attention_with_sink, sink=s_aux),
         dropout_p=dropout,
         softmax_scale=scaling,
         causal=attention_mask.causal,
@@ -214,21 +214,26 @@ def _fallback(
     dropout: float,
     scaling: float | None,
     softcap: float | None,
+    sink: Tensor | None,
 ) -> Tensor:
     """PyTorch's attention, for a mask (B or 1, Hq or 1, Sq, Sk), bool or added to the scores."""
     if mask.dim() != 4:
         raise SpecError(f"the mask has {mask.dim()} dimensions; expected (batch, heads or 1, queries, keys)")
     _warn('attn_implementation="fagen": a mask that is no kernel\'s; PyTorch computes these calls, more slowly')
-    if softcap is None:
+    if softcap is None and sink is None:
         o: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling)[0]
         return o
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    scores = softcap * (scores / softcap).tanh()
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
     unseen = (scores == -math.inf).all(3, keepdim=True)
     weights = scores.masked_fill(unseen, 0.0).softmax(3, dtype=torch.float32).masked_fill(unseen, 0.0)
+    weights = weights[..., : key.shape[2]]
     return (functional.dropout(weights.to(value.dtype), dropout) @ value).transpose(1, 2)
 
 
