@@ -72,7 +72,7 @@ def backward_smem_bytes(spec: AttentionSpec, tile: HopperBackwardTile) -> int:
     queries = tile_bytes(tile.tile_m, spec.head_dim) + tile_bytes(tile.tile_m, spec.dim_v)
     statistics = tile.tile_m * ROW_STATISTICS_BYTES
     gradients = (2 if tile.late else 1) * tile_bytes(tile.tile_n, tile.tile_m)
-    barriers = 5 if tile.shares_keys or tile.late else 3
+    barriers = 5 if tile.late else 3
     if tile.shares_keys:
         passed = tile.tile_n * tile.tile_m * FLOAT_BYTES
     else:
