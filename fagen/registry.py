@@ -185,6 +185,11 @@ def load_mods(folder: str | Path, *, source: str = "folder") -> None:
     _loaded.add(folder)
 
 
+def folders() -> tuple[Path, ...]:
+    """The folders whose modifications are loaded."""
+    return tuple(sorted(_loaded))
+
+
 def _discover() -> None:
     """Loads the folders of FAGEN_MODS, and once what installed packages offer."""
     for folder in env.mods():

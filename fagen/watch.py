@@ -259,7 +259,7 @@ class Worker:
         context.set_forkserver_preload(["fagen.watch_worker"])
         self.connection, theirs = context.Pipe()
         self.spent = False
-        self._process = context.Process(target=_work, args=(theirs, variants, emulate, dict(os.environ)), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, variants, emulate, _environment()), daemon=True)
         # The first start makes the process that others are forked from, and Ctrl-C would stop it while it imports. What
         # it starts before that process unblocks all signals, so that comes first.
         resource_tracker.ensure_running()
@@ -311,6 +311,12 @@ def _work(connection: Connection, variants: Sequence[Variant], emulate: bool, en
             connection.send(watch_worker.judge(connection.recv(), connection.send))
         except (FagenError, ModuleNotFoundError) as error:
             connection.send(error)
+
+
+def _environment() -> dict[str, str]:
+    """That of the process, in which the folders of --mods are in FAGEN_MODS: those that this one has loaded."""
+    folders = os.pathsep.join(map(str, registry.folders()))
+    return dict(os.environ) | ({"FAGEN_MODS": folders} if folders else {})
 
 
 def _leave(*_: object) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import blocks
 
 import fagen
-from examples import blocks
 from fagen import cli, origin, registry, render
 from fagen.arch import resolve
 from fagen.check import Case, check, differentiate

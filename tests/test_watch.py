@@ -261,6 +261,12 @@ def test_once(checkout: Path) -> None:
     assert done.returncode == 1 and f"{SLUG}: past the budget" in done.stdout
 
 
+def test_folders_of_mods_reach_the_process_that_runs(checkout: Path) -> None:
+    examples = Path(__file__).resolve().parent.parent / "examples" / "mods"
+    done = once(checkout, "-m", "fagen", "watch", "--mods", str(examples), *FLAGS, "--softsign", "--once")
+    assert done.returncode == 0 and "_softsign_sm80: right" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [

@@ -115,10 +115,11 @@ def add(block: str, root: Path) -> bool:
     """Does with a block what its first line says: a fragment is written to its file or, "in place of the empty
     backward", changed there; the lines of a part of a score modification go where it belongs. False for others."""
     first, _, rest = block.partition("\n")
-    if match := re.match(r"\{# (templates/\S+?\.j2): ", first):
+    if match := re.match(r"\{# ([\w/]+\.cuh\.j2): ", first):
+        (root / match[1]).parent.mkdir(exist_ok=True)
         (root / match[1]).write_text(block)
         return True
-    if match := re.match(r"\{# (templates/\S+?\.j2), in place of the empty backward", first):
+    if match := re.match(r"\{# ([\w/]+\.cuh\.j2), in place of the empty backward", first):
         text = (root / match[1]).read_text()
         empty = "{% macro backward(grad, output) %}{% endmacro %}\n"
         assert text.count(empty) == 1
@@ -141,6 +142,11 @@ def copy_of_checkout(root: Path, target: Path) -> dict[str, str]:
     for folder in ("fagen", "templates", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "golden")
         shutil.copytree(root / folder, target / folder, ignore=ignored)
-    path = os.pathsep.join([str(target), str(target / "tests")])
+    return environment_of(target, target / "generated")
+
+
+def environment_of(root: Path, cache: Path) -> dict[str, str]:
+    """An environment in which Python takes the fagen of a checkout, with a cache of its own."""
+    path = os.pathsep.join([str(root), str(root / "tests")])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FAGEN_", "TORCH_CUDA"))}
-    return environment | {"PYTHONPATH": path, "FAGEN_CACHE_DIR": str(target / "generated"), "FAGEN_ARCH": "sm80"}
+    return environment | {"PYTHONPATH": path, "FAGEN_CACHE_DIR": str(cache), "FAGEN_ARCH": "sm80"}
