@@ -264,9 +264,9 @@ def test_a_fault_of_the_hopper_forward_is_found_at_its_stage(name: str, wrong_te
 @pytest.mark.parametrize(
     ("arch", "kind", "spec"),
     [
-        ("sm80+PTX", "fwd", PLAIN),
-        ("sm80+PTX", "fwd", FULL),
-        ("sm80+PTX", "bwd", GRADIENTS),
+        ("sm80", "fwd", PLAIN),
+        ("sm80", "fwd", FULL),
+        ("sm80", "bwd", GRADIENTS),
         ("sm90a", "fwd", PLAIN),
         ("sm90a", "fwd", HOPPER),
     ],
@@ -277,7 +277,7 @@ def test_where_no_fault_is_nothing_departs(arch: str, kind: str, spec: dict[str,
 
 
 TRACED = [
-    ("sm80+PTX", "bwd_dq", {"head_dim": 40, "head_dim_v": 24, "alibi": True, "backward": True, "deterministic": True}),
+    ("sm80", "bwd_dq", {"head_dim": 40, "head_dim_v": 24, "alibi": True, "backward": True, "deterministic": True}),
     ("sm90a", "fwd", {"head_dim": 72, "dtype": "fp16", "window": True, "alibi": True}),
     ("sm90a", "fwd", {"head_dim": 128, "causal": True, "varlen": True, "dropout": True}),
 ]
@@ -340,7 +340,7 @@ def test_what_is_captured_is_what_the_definition_says() -> None:
 
 def test_other_kernels_have_nothing_of_it() -> None:
     everything = {"softcap": True, "alibi": True, "dropout": True, "causal": True, "backward": True}
-    for arch in ("sm80+PTX", "sm90a"):
+    for arch in ("sm80", "sm90a"):
         for kernel in plan(AttentionSpec(head_dim=64, **everything), resolve(arch)):
             assert "trace" not in render.render(kernel)
 
@@ -467,11 +467,11 @@ def test_a_picture_rings_the_worst_element(wrong_templates: None) -> None:
 @pytest.mark.parametrize(
     ("arch", "kind", "spec"),
     [
-        ("sm80+PTX", "fwd", FULL),
+        ("sm80", "fwd", FULL),
         (None, "fwd", {"head_dim": 128, "causal": True, "softcap": True}),
         (None, "fwd", {"head_dim": 64, "dropout": True, "varlen": True}),
-        ("sm80+PTX", "bwd", GRADIENTS),
-        ("sm80+PTX", "bwd_dq", {"window": True, "backward": True, "deterministic": True}),
+        ("sm80", "bwd", GRADIENTS),
+        ("sm80", "bwd_dq", {"window": True, "backward": True, "deterministic": True}),
     ],
 )
 def test_on_a_card_nothing_departs(arch: str | None, kind: str, spec: dict[str, Any]) -> None:
