@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from processes import python_path
+
 from fagen.arch import Arch, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,7 +184,7 @@ def script(body: str) -> list[str]:
 def script_env(**changes: str) -> dict[str, str]:
     """The environment for `script`: no FAGEN_* variable but those of `changes`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FAGEN_")}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])} | changes
+    return kept | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")} | changes
 
 
 def run_as_other(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import python_path
+
 ELISION = "..."
 
 
@@ -147,6 +149,9 @@ def copy_of_checkout(root: Path, target: Path) -> dict[str, str]:
 
 def environment_of(root: Path, cache: Path) -> dict[str, str]:
     """An environment in which Python takes the fagen of a checkout, with a cache of its own."""
-    path = os.pathsep.join([str(root), str(root / "tests")])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FAGEN_", "TORCH_CUDA"))}
-    return environment | {"PYTHONPATH": path, "FAGEN_CACHE_DIR": str(cache), "FAGEN_ARCH": "sm80"}
+    return environment | {
+        "PYTHONPATH": python_path(root, root / "tests"),
+        "FAGEN_CACHE_DIR": str(cache),
+        "FAGEN_ARCH": "sm80",
+    }

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python_path
 
 from fagen import ops, toolchain
 from fagen.bench import compile as compile_bench
@@ -758,7 +759,7 @@ def test_without_a_gpu_it_says_so(what: str) -> None:
         text=True,
         check=False,
         cwd=Path(__file__).resolve().parent.parent,
-        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 1 and done.stderr.startswith("fagen: error: no GPU that PyTorch can use")
 

@@ -18,6 +18,7 @@ import pytest
 from fake_toolchain import FakeSpec, Stub, elf, kernels, make_kernel, render
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import python_path
 
 from fagen import build, bundle, cache, toolchain
 from fagen.arch import resolve
@@ -487,7 +488,7 @@ def test_a_wheel_is_found_once_it_is_installed(made: Path, tmp_path: Path) -> No
         "assert 'acme_kernels' not in sys.modules\n"
     )
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(target), str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": python_path(target, ROOT, ROOT / "tests"),
         "FAGEN_CACHE_DIR": str(tmp_path / "empty"),
     }
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

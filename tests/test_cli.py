@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from processes import python_path
 
 from fagen import cache, toolchain
 from fagen.cli import COMMANDS, EXAMPLES, load, main, output, specs
@@ -80,7 +81,7 @@ def copied(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def command(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | changes
+    environment = dict(os.environ) | {"PYTHONPATH": python_path(ROOT)} | changes
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=60
     )
@@ -331,7 +332,7 @@ def test_clean_asks_at_a_terminal(copied: Path, answer: str, left: int, code: in
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+        env=dict(os.environ) | {"PYTHONPATH": python_path(ROOT)},
     )
     os.close(theirs)
     os.write(ours, f"{answer}\n".encode())
@@ -573,7 +574,7 @@ def test_ctrl_c_in_the_middle_of_a_build_leaves_a_sound_cache(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+        env=dict(os.environ) | {"PYTHONPATH": python_path(ROOT)},
         start_new_session=True,
     )
     deadline = time.monotonic() + 30

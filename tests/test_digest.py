@@ -17,6 +17,7 @@ import pytest
 from fake_toolchain import ROOT, Stub
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import python_path
 from strategies import archs, specs
 
 from fagen import build, cache, toolchain
@@ -167,7 +168,7 @@ def test_it_is_the_same_in_another_process_and_another_installation(
     for home, seed in ((ROOT, "1"), (copy, "2")):
         kept = [(name, value) for name, value in os.environ.items() if not name.startswith(("FAGEN_", "PYTHON"))]
         environment = dict(kept if home == ROOT else kept[::-1]) | {
-            "PYTHONPATH": str(home),
+            "PYTHONPATH": python_path(home),
             "PYTHONHASHSEED": seed,
             "HOME": str(tmp_path),
             "TZ": f"UTC{seed}",

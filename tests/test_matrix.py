@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import python_path
 
 from fagen import matrix
 from fagen.arch import Arch, parse_list, resolve
@@ -220,7 +221,7 @@ def test_shards_follow_from_the_kernels_alone(whole: list[KernelPlan], tmp_path:
     )
     expected = [kernel.slug for kernel in matrix.shard(whole, 2, 5)]
     for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "PATH": ""}
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": python_path(ROOT), "PATH": ""}
         done = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / "variants.toml")],
             capture_output=True, text=True, env=environment, check=True,

@@ -9,13 +9,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python_path
 from sessions import blocks
 
 import fagen
@@ -214,11 +215,10 @@ def test_call_arguments_are_those_of_a_call() -> None:
 # ---------------------------------------------------------------- where they come from
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
+def run(*arguments: str, beside: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fagen", *arguments],
-        env=os.environ | {"PYTHONPATH": paths} | environment,
+        env=os.environ | {"PYTHONPATH": python_path(*beside, ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -277,10 +277,10 @@ def test_a_package(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[fagen.mods]\nslants = slants:register\n")
     command = ["show", "--head-dim", "64", "--slant", "--arch", "sm80"]
     assert run(*command).returncode == 2
-    done = run(*command, PYTHONPATH=str(tmp_path))
+    done = run(*command, beside=[tmp_path])
     assert done.returncode == 0 and "slant_log2" in done.stdout, done.stderr
     (package / "__init__.py").write_text("import nothing_of_the_kind\n")
-    broken = run(*command, PYTHONPATH=str(tmp_path))
+    broken = run(*command, beside=[tmp_path])
     assert broken.returncode == 2 and "entry point slants = slants:register: ModuleNotFoundError" in broken.stderr
     assert len(broken.stderr.splitlines()) == 1
 

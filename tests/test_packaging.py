@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from processes import CALLERS
 
 import fagen
 
@@ -93,7 +94,8 @@ def test_the_wheel_works_away_from_the_checkout(archives: tuple[Path, Path], tmp
     python = home / "bin" / "python"
     run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", archives[1]])
     (site,) = (home / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    callers = [str(path) for path in CALLERS if path != ROOT]
+    (site / "dependencies.pth").write_text("\n".join([sysconfig.get_paths()["purelib"], *callers]))
 
     hidden = {"PYTHONPATH", "FAGEN_CACHE_DIR", "VIRTUAL_ENV"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

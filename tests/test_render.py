@@ -19,6 +19,7 @@ from pathlib import Path
 import jinja2
 import pytest
 from hypothesis import given, settings
+from processes import python_path
 from strategies import FEATURES, TOGETHER, served, specs
 
 from fagen import build, cli, render, toolchain
@@ -247,7 +248,13 @@ def test_nothing_of_the_machine_enters(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "fagen", tmp_path / "fagen", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(render.template_dir(), tmp_path / "fagen" / "templates")
     spec = AttentionSpec(head_dim=64, **dict.fromkeys(TOGETHER, True))
-    changed = {"PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "LC_ALL": "C", "HOME": "/"}
+    changed = {
+        "PYTHONPATH": python_path(tmp_path),
+        "PYTHONHASHSEED": "7",
+        "TZ": "Asia/Tokyo",
+        "LC_ALL": "C",
+        "HOME": "/",
+    }
     command = [sys.executable, "-m", "fagen", "show", *spec.cli_flags(), "--arch", "sm80"]
     shown = subprocess.run(command, env=os.environ | changed, cwd="/", capture_output=True, text=True, check=True)
     assert shown.stdout == render.render(kernel_of(spec))

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, GRADIENTS
+from processes import python_path
 from test_cli import NO_TORCH, Fagen, cuda_compiler, run  # noqa: F401
 
 from fagen import check, origin, watch, watch_worker
@@ -61,7 +62,7 @@ class Watching:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fagen", "watch", *flags],
             cwd=root,
-            env=dict(os.environ) | {"PYTHONPATH": str(root)},
+            env=dict(os.environ) | {"PYTHONPATH": python_path(root)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -232,7 +233,7 @@ def test_on_a_gpu(checkout: Path) -> None:
 
 
 def once(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ) | {"PYTHONPATH": str(root)}
+    environment = dict(os.environ) | {"PYTHONPATH": python_path(root)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=90
     )
