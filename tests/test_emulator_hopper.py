@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -16,15 +17,17 @@ from fagen.emulator import EmulatedKernel
 from fagen.errors import LaunchError
 
 COLUMNS = (16, 64, 80, 96, 128, 176, 256)
-PRODUCTS = tuple((form, n) for form in ("rs", "ss") for n in COLUMNS)
+PRODUCTS = (*((form, n) for form in ("rs", "ss") for n in COLUMNS), ("ss_new", 64))
 HOPPER = {
     "boxes": Hopper(),
     "matrices": Hopper(),
     "products": Hopper(PRODUCTS),
     "products_f16": Hopper(PRODUCTS, "fp16"),
     "handovers": Hopper(),
-    "hopper_faults": Hopper((("rs", 16), ("ss", 16))),
+    "hopper_faults": Hopper((("rs", 16), ("ss", 16), ("ss_new", 16))),
     "stream": Hopper((("ss", 64),)),
+    "bulk": Hopper(),
+    "turns": Hopper(),
 }
 Kernels = Callable[[str], EmulatedKernel]
 
@@ -222,6 +225,7 @@ class Product:
         accumulate: bool = True,
         repeats: int = 1,
         early: bool = False,
+        fresh: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         torch.manual_seed(n)
@@ -239,7 +243,7 @@ class Product:
         self.d = self.fragments(c)
         self.arguments: list[Argument] = [self.shared, registers.contiguous(), self.descriptors, self.d]
         self.arguments += [words, n, int(trans_a), int(trans_b), int(from_registers), int(accumulate), repeats]
-        self.arguments += [int(early)]
+        self.arguments += [int(early), int(fresh)]
         self.smem_bytes = 4 * words
         exact = repeats * (a.double() @ b.double().T)
         self.expected = self.fragments(exact + c.double() if accumulate else exact)
@@ -304,6 +308,15 @@ def test_products_in_flight_accumulate_in_order(kernels: Kernels, name: str) -> 
         case.check(case.d)
 
 
+@pytest.mark.parametrize("name", ["products", "products_f16"])
+def test_a_new_product_takes_nothing_of_its_accumulators(kernels: Kernels, name: str) -> None:
+    dtype = torch.float16 if name.endswith("f16") else torch.bfloat16
+    for trans, repeats in product([False, True], [1, 3]):
+        case = Product(64, trans_a=trans, trans_b=trans, accumulate=False, repeats=repeats, fresh=True, dtype=dtype)
+        case.run(kernels(name), seed=repeats)
+        case.check(case.d)
+
+
 def test_accumulators_are_nan_until_the_wait(kernels: Kernels) -> None:
     case = Product(64, early=True)
     case.run(kernels("products"))
@@ -354,7 +367,7 @@ class Faults:
             grid=3,
             threads=256,
             smem_bytes=13312,
-            params=pack([*self.arguments, self.no_map, number]),
+            params=pack([*self.arguments, self.no_map, *self.tensors, number]),
             ranges=[(tensor.data_ptr(), span(tensor), index == 1) for index, tensor in enumerate(self.tensors)],
             seed=seed,
         )
@@ -456,6 +469,33 @@ EXPECTED = [
     ("arrival_for_another_phase", 1, 3, "race.*shared byte 0 in phase 1, not knowing of the arrival of warp 0 in the"),
     ("two_phases_late", 1, 3, r"deadlock.*for parity 0 of the mbarrier at shared byte 0 \(in phase 2, parity 0"),
     ("product_by_two_branches", 6, 0, "divergence.*of its warpgroup waits"),
+    ("bulk_load_misaligned", 1, 3, "bulk_load: 1024 bytes between .* and shared byte 1032; .* multiples of 16"),
+    ("bulk_load_from_misaligned", 1, 3, "bulk_load: 1024 bytes between .* and shared byte 1024; .* multiples of 16"),
+    ("bulk_load_of_odd_bytes", 1, 3, "bulk_load: 1000 bytes.*and so must the number of bytes"),
+    ("bulk_load_of_nothing", 1, 3, "bulk_load: 0 bytes.*which is at least 16"),
+    ("bulk_load_past_end", 1, 3, "bulk_load: 1024 bytes at shared byte 12800, out of bounds: the block has 13312"),
+    ("bulk_load_past_tensor", 1, 3, "reads 4 bytes of global memory out of bounds: byte 2048 of range 0"),
+    ("bulk_load_without_init_fence", 1, 3, "missing mbarrier_init_fence"),
+    ("bulk_load_not_waited_for", 2, 6, "reads shared byte 1084, to which warp 1, lane 3 .* has not landed"),
+    ("bulk_load_not_announced", 1, 3, "reads shared byte 1024, .* has not landed.*mbarrier_arrive_expect_tx"),
+    ("bulk_load_over_read", 1, 3, "write-after-read race: writes shared byte 1068, which warp 0, lane 3 read at line"),
+    ("bulk_load_over_read_unfenced", 1, 3, "asynchronously, which warp 0, lane 3 read.*no fence_proxy_async"),
+    ("bulk_add_from_misaligned", 1, 3, "bulk_add_f32: 16 bytes between .* and shared byte 1028; .* multiples of 16"),
+    ("bulk_add_misaligned", 1, 3, "bulk_add_f32: 16 bytes between .* and shared byte 1024; .* multiples of 16"),
+    ("bulk_add_past_tensor", 1, 3, "writes 4 bytes of global memory out of bounds: byte 2048 of range 1"),
+    ("bulk_add_to_read_only", 1, 3, "writes 4 bytes of global memory that is read-only: byte 0 of range 2"),
+    ("bulk_add_of_unwritten", 1, 3, r"reads shared byte 12288 \(of 13312\), which no thread has written"),
+    ("bulk_add_without_fence", 1, 3, "reads shared byte 1036 asynchronously, which warp 1, lane 3.*fence_proxy_async"),
+    ("bulk_add_after_late_fence", 4, 7, "byte 1036 asynchronously, which warp 2, lane 6 wrote.*fence_proxy_async"),
+    ("bulk_add_unordered", 1, 3, "read-after-write race: reads shared byte 1036, which warp 0, lane 3 wrote"),
+    ("bulk_add_source_overwritten", 1, 3, "write-after-read race: writes shared byte 1036.*tma_store_wait_read"),
+    ("bulk_add_wait_for_too_few", 1, 3, "write-after-read race: writes shared byte 1040.*tma_store_wait_read"),
+    ("bulk_add_waited_for_by_another", 1, 4, "write-after-read race: .*which .* warp 1, lane 3 issued"),
+    ("turn_of_read_only", 1, 3, "writes 4 bytes of global memory that is read-only: byte 0 of range 2"),
+    ("turn_out_of_bounds", 1, 3, "reads 4 bytes of global memory out of bounds"),
+    ("pair_misaligned", 1, 3, "reads 8 bytes at shared byte 1028, which is misaligned: it must be a multiple of 8"),
+    ("first_lane_reads", 1, 0, "read-after-write race: reads shared byte 1028, which warp 0, lane 3 wrote"),
+    ("new_accumulator_written", 0, 5, "accumulators of the product of line .* were written while it was in flight"),
 ]
 
 
@@ -486,6 +526,119 @@ def test_after_a_fault_the_kernel_can_be_launched_again(faults: Faults, seed: in
     for name in ("load_over_product", "mbarrier_wrong_parity", "store_to_read_only", "exit_with_product"):
         faults.message(name, seed)
         assert torch.equal(faults.run(None, seed), torch.full((16, 64), 7).bfloat16())
+
+
+# ---- Bulk copies of consecutive bytes ----
+
+
+class Bulk:
+    """The arguments of bulk.cu and what it shall have done. Sums of such numbers are exact, in any order."""
+
+    def __init__(self, words: int, place: int, blocks: int = 5) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.source = torch.randn(blocks, words, generator=generator)
+        terms = torch.randint(-1000, 1000, (blocks, words), generator=generator).float()
+        self.loaded, self.pairs = torch.zeros(2, blocks, words)
+        self.sum = torch.full((words,), 0.5)
+        self.arguments: list[Argument] = [self.source, terms, self.loaded, self.pairs, self.sum, words, place]
+        self.expected = terms.sum(0) + 0.5
+        self.grid, self.smem_bytes = blocks, place + 4 * words
+
+
+# One copy of 16 bytes, numbers of bytes that are no power of two at places that are no multiple of them, and 40 KiB.
+BULKS = [(4, 16), (12, 1040), (768, 2048), (756, 16), (10240, 1024)]
+
+
+@pytest.mark.parametrize(("words", "place"), BULKS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bulk_copies_move_and_add_each_word(kernels: Kernels, words: int, place: int, seed: int) -> None:
+    case = Bulk(words, place)
+    launch(kernels("bulk"), *case.arguments, grid=case.grid, smem_bytes=case.smem_bytes, read_only=(0, 1), seed=seed)
+    assert torch.equal(case.loaded, case.source) and torch.equal(case.pairs, case.source)
+    assert torch.equal(case.sum, case.expected)
+
+
+def test_bulk_additions_of_blocks_side_by_side_lose_none(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Atomic a word, whichever OS threads run the blocks."""
+    monkeypatch.setenv("FAGEN_EMULATE_THREADS", "8")
+    case = Bulk(1024, 16, blocks=200)
+    launch(kernels("bulk"), *case.arguments, grid=case.grid, smem_bytes=case.smem_bytes, read_only=(0, 1))
+    assert torch.equal(case.sum, case.expected)
+
+
+# ---- Turns ----
+
+
+class Turns:
+    """The arguments of turns.cu: terms of which a float32 sum knows the order."""
+
+    def __init__(self, order: Sequence[int], *, mute: int = -1, faulty: int = -1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        terms = torch.randn(len(order), 128, generator=generator) * 10.0 ** torch.arange(len(order))[:, None].fmod(6)
+        self.by_engine, self.by_threads = torch.zeros(2, 128)
+        self.turns = torch.zeros(2, dtype=torch.int32)
+        turn = torch.tensor(order, dtype=torch.int32)
+        self.arguments: list[Argument] = [terms, self.by_engine, self.by_threads, self.turns, turn, mute, faulty]
+        self.blocks = len(order)
+        self.expected, self.reversed = torch.zeros(2, 128)
+        for block in turn.argsort().tolist():
+            self.expected = self.expected + terms[block]
+        for block in turn.argsort(descending=True).tolist():
+            self.reversed = self.reversed + terms[block]
+
+    def run(self, kernel: EmulatedKernel, seed: int = 0) -> None:
+        launch(kernel, *self.arguments, grid=self.blocks, threads=64, read_only=(0, 4), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def hasty_turns(tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernel:
+    """turns.cu, whose waits end after a second at most."""
+    source = assemble("turns", HOPPER["turns"])
+    assert source.count("TURN_SECONDS = 60;") == 1
+    source = source.replace("TURN_SECONDS = 60;", "TURN_SECONDS = 0;")
+    return EmulatedKernel(compile_kernel("turns", tmp_path_factory.mktemp("turns") / "hasty", source=source), "turns")
+
+
+@pytest.mark.parametrize("os_threads", ["1", "2", "8"])
+@pytest.mark.parametrize("seed", [0, 1, 2, 2**64 - 1])
+def test_sums_in_turns_have_one_order(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, seed: int, os_threads: str
+) -> None:
+    """Bitwise the sum in the order of turns, by the copy engine and by threads."""
+    monkeypatch.setenv("FAGEN_EMULATE_THREADS", os_threads)
+    case = Turns(range(40))
+    assert (case.expected != case.reversed).any()  # the order shows
+    case.run(kernels("turns"), seed)
+    assert torch.equal(case.by_engine, case.expected) and torch.equal(case.by_threads, case.expected)
+    assert case.turns.tolist() == [40, 40]
+
+
+@pytest.mark.parametrize("os_threads", ["1", "2"])
+def test_a_turn_after_a_later_block_is_a_deadlock(
+    hasty_turns: EmulatedKernel, monkeypatch: pytest.MonkeyPatch, os_threads: str
+) -> None:
+    """Blocks that wait hold all that could run: on a GPU with as many places the kernel hangs."""
+    monkeypatch.setenv("FAGEN_EMULATE_THREADS", os_threads)
+    with pytest.raises(LaunchError, match="deadlock: turn_await: waits for turn"):
+        Turns([2, 1, 0]).run(hasty_turns)
+
+
+def test_a_turn_that_nobody_passes_on_is_a_deadlock(
+    hasty_turns: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_EMULATE_THREADS", "1")
+    with pytest.raises(LaunchError, match=r"block 2, .*turn_await: waits for turn 2 of a number that is 1"):
+        Turns(range(4), mute=1).run(hasty_turns)
+
+
+def test_a_fault_ends_the_waits_of_the_blocks_after_it(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: the report is of the fault, and no wait for the turn that never comes goes on until its own end."""
+    monkeypatch.setenv("FAGEN_EMULATE_THREADS", "4")
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="block 1, warp 0, lane 0: writes 4 bytes of global memory out of bounds"):
+        Turns(range(4), mute=1, faulty=1).run(kernels("turns"))
+    assert time.monotonic() - began < 30
+    Turns(range(4)).run(kernels("turns"))
 
 
 # ---- A whole pipeline ----

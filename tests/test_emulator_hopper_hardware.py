@@ -12,13 +12,16 @@ import torch
 from emulator import Argument, Map, compile_cuda, compile_kernel, launch, pack
 from test_emulator_hopper import (
     BOXES,
+    BULKS,
     COLUMNS,
     HOPPER,
     STREAM_BYTES,
     SWIZZLES,
     Boxes,
+    Bulk,
     Matrices,
     Product,
+    Turns,
     stream_arguments,
 )
 from torch import Tensor
@@ -151,6 +154,9 @@ def test_products_are_those_of_the_hardware(tmp_path: Path, name: str) -> None:
     for accumulate, repeats in product([False, True], [1, 3]):
         compare(Product(96, accumulate=accumulate, repeats=repeats, dtype=dtype), (accumulate, repeats))
     compare(Product(80, trans_b=True, dtype=dtype), "a partial block")
+    for trans, repeats in product([False, True], [1, 3]):
+        case = Product(64, trans_a=trans, trans_b=trans, accumulate=False, repeats=repeats, fresh=True, dtype=dtype)
+        compare(case, (trans, repeats, "new"))
 
 
 @pytest.mark.gpu
@@ -174,3 +180,24 @@ def test_a_pipeline_is_that_of_the_hardware(tmp_path: Path) -> None:
         arguments = stream_arguments(a, b, c)
         *_, (emulated, hardware) = both.run(arguments, grid=grid, threads=384, smem_bytes=STREAM_BYTES)
         torch.testing.assert_close(emulated.float(), hardware.float(), rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_bulk_copies_are_those_of_the_hardware(tmp_path: Path) -> None:
+    both = Both("bulk", tmp_path)
+    for words, place in BULKS:
+        case = Bulk(words, place)
+        for emulated, hardware in both.run(case.arguments, grid=case.grid, smem_bytes=case.smem_bytes):
+            assert torch.equal(emulated, hardware), (words, place)
+        assert torch.equal(case.sum, case.expected), (words, place)
+
+
+@pytest.mark.gpu
+def test_sums_in_turns_are_those_of_the_hardware(tmp_path: Path) -> None:
+    """Bitwise, in whichever order the blocks run."""
+    both = Both("turns", tmp_path)
+    for _ in range(20):
+        case = Turns(range(100))
+        for emulated, hardware in both.run(case.arguments, grid=case.blocks, threads=64, smem_bytes=1024):
+            assert torch.equal(emulated, hardware)
+        assert torch.equal(case.by_engine, case.expected) and torch.equal(case.by_threads, case.expected)

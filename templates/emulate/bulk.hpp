@@ -10,6 +10,10 @@ static TensorCopy decode_bulk(Fiber& self, const void* global, u32 shared, u32 b
             "%s: %u bytes between %p and shared byte %d; the addresses must be multiples of 16 bytes, and so must the "
             "number of bytes, which is at least 16.",
             name, bytes, global, (int)(shared - SHARED_BASE));
+    const u32 offset = shared - SHARED_BASE, size = self.block->launch->shared_bytes;
+    if (offset >= size || size - offset < bytes)
+        fault(self, line, "%s: %u bytes at shared byte %d, out of bounds: the block has %u.", name, bytes, (int)offset,
+              size);
     TensorCopy copy = {};
     copy.address = (u64)global;
     copy.element_bytes = 4;
@@ -17,7 +21,7 @@ static TensorCopy decode_bulk(Fiber& self, const void* global, u32 shared, u32 b
     copy.sizes[0] = copy.box[0] = bytes / 4;
     copy.rows = 1;
     copy.row_bytes = bytes;
-    copy.offset = shared_offset(self, shared, bytes, name, line);
+    copy.offset = offset;
     copy.issuer = &self;
     copy.line = line;
     return copy;

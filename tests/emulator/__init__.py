@@ -17,7 +17,7 @@ from fagen.render import environment, template_dir
 from fagen.toolchain import Compiler, find_cuda_compiler, find_host_compiler
 
 HERE = Path(__file__).parent
-HOPPER_PRIMITIVES = ("mbarrier", "tma", "warpgroup", "stmatrix", "wgmma")
+HOPPER_PRIMITIVES = ("mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "bulk", "reduce", "turns")
 
 
 class Hopper(NamedTuple):

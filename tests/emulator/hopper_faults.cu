@@ -6,6 +6,9 @@ struct Params {
     TensorMap read_only;  // likewise, passed as not writable
     TensorMap beyond;     // of one row more than its tensor has
     const float* no_map;  // something else
+    const float* rows;    // what `input` is of
+    float* sum;           // what `output` is of
+    float* fixed;         // what `read_only` is of
     int fault;
 };
 
@@ -346,5 +349,131 @@ extern "C" __global__ void __launch_bounds__(256, 1) hopper_faults(const __grid_
         if (thread >= 192) wgmma_wait<0>();
         if (thread >= 192) __syncwarp();
         if (thread >= 192) wgmma_m64n16k16_bf16_ss<0, 0>(d, a, b, true);  // FAULT product_by_two_branches
+    }
+    if (fault == 64) {
+        if (thread == 35) bulk_load(smem + BOX + 8, params.rows, 1024, one);  // FAULT bulk_load_misaligned
+    }
+    if (fault == 65) {
+        if (thread == 35) bulk_load(smem + BOX, params.rows + 1, 1024, one);  // FAULT bulk_load_from_misaligned
+    }
+    if (fault == 66) {
+        if (thread == 35) bulk_load(smem + BOX, params.rows, 1000, one);  // FAULT bulk_load_of_odd_bytes
+    }
+    if (fault == 67) {
+        if (thread == 35) bulk_load(smem + BOX, params.rows, 0, one);  // FAULT bulk_load_of_nothing
+    }
+    if (fault == 68) {
+        if (thread == 35) bulk_load(smem + SHARED_BYTES - 512, params.rows, 1024, one);  // FAULT bulk_load_past_end
+    }
+    if (fault == 69) {
+        if (thread == 35) mbarrier_arrive_expect_tx(one, 1024);
+        if (thread == 35) bulk_load(smem + BOX, params.rows + 260, 1024, one);  // FAULT bulk_load_past_tensor
+        if (thread == 35) mbarrier_wait(one, 0);
+    }
+    if (fault == 70) {
+        if (thread == 35) mbarrier_init(fresh, 1);
+        if (thread == 35) bulk_load(smem + BOX, params.rows, 16, fresh);  // FAULT bulk_load_without_init_fence
+    }
+    if (fault == 71) {
+        if (thread == 35) mbarrier_arrive_expect_tx(one, 48);
+        if (thread == 35) bulk_load(smem + BOX + 16, params.rows, 48, one);
+        __syncthreads();
+        if (thread == 70) ld_shared_b32(smem + BOX + 12);
+        if (thread == 70) ld_shared_b32(smem + BOX + 64);
+        if (thread == 70) ld_shared_b32(smem + BOX + 60);  // FAULT bulk_load_not_waited_for
+    }
+    if (fault == 72) {
+        if (thread == 35) bulk_load(smem + BOX, params.rows, 48, one);
+        if (thread == 35) mbarrier_arrive(one);
+        if (thread == 35) mbarrier_wait(one, 0);
+        if (thread == 35) ld_shared_b32(smem + BOX);  // FAULT bulk_load_not_announced
+    }
+    if (fault == 73) {
+        if (thread == 3) ld_shared_b32(smem + BOX + 44);
+        if (thread == 35) mbarrier_arrive_expect_tx(one, 48);
+        if (thread == 35) bulk_load(smem + BOX, params.rows, 48, one);  // FAULT bulk_load_over_read
+    }
+    if (fault == 74) {
+        if (thread == 3) ld_shared_b32(smem + BOX + 44);
+        __syncthreads();
+        if (thread == 35) mbarrier_arrive_expect_tx(one, 48);
+        if (thread == 35) bulk_load(smem + BOX, params.rows, 48, one);  // FAULT bulk_load_over_read_unfenced
+    }
+    if (fault == 75) {
+        if (thread == 35) bulk_add_f32(params.sum, smem + BOX + 4, 16);  // FAULT bulk_add_from_misaligned
+    }
+    if (fault == 76) {
+        if (thread == 35) bulk_add_f32(params.sum + 2, smem + BOX, 16);  // FAULT bulk_add_misaligned
+    }
+    if (fault == 77) {
+        if (thread == 35) bulk_add_f32(params.sum + 508, smem + BOX, 32);  // FAULT bulk_add_past_tensor
+    }
+    if (fault == 78) {
+        if (thread == 35) bulk_add_f32(params.fixed, smem + BOX, 16);  // FAULT bulk_add_to_read_only
+    }
+    if (fault == 79) {
+        if (thread == 35) bulk_add_f32(params.sum, smem + UNWRITTEN - 16, 32);  // FAULT bulk_add_of_unwritten
+    }
+    if (fault == 80) {
+        if (thread == 35) st_shared_b32(smem + BOX + 12, 0);
+        if (thread == 35) bulk_add_f32(params.sum, smem + BOX, 16);  // FAULT bulk_add_without_fence
+    }
+    if (fault == 81) {
+        if (thread == 70) st_shared_b32(smem + BOX + 12, 0);
+        __syncthreads();
+        if (thread == 70) fence_proxy_async();
+        if (thread == 135) bulk_add_f32(params.sum, smem + BOX, 16);  // FAULT bulk_add_after_late_fence
+    }
+    if (fault == 82) {
+        if (thread == 3) st_shared_b32(smem + BOX + 12, 0);
+        if (thread == 3) fence_proxy_async();
+        if (thread == 35) bulk_add_f32(params.sum, smem + BOX, 16);  // FAULT bulk_add_unordered
+    }
+    if (fault == 83) {
+        if (thread == 35) bulk_add_f32(params.sum, smem + BOX, 16);
+        if (thread == 35) tma_store_commit();
+        if (thread == 35) st_shared_b32(smem + BOX + 12, 0);  // FAULT bulk_add_source_overwritten
+    }
+    if (fault == 84) {
+        if (thread == 35) {
+            bulk_add_f32(params.sum, smem + BOX, 16);
+            tma_store_commit();
+            bulk_add_f32(params.sum + 4, smem + BOX + 16, 16);
+            tma_store_commit();
+            tma_store_wait<1>();
+            st_shared_b32(smem + BOX, 0);
+            st_shared_b32(smem + BOX + 16, 0);  // FAULT bulk_add_wait_for_too_few
+        }
+    }
+    if (fault == 85) {
+        // The wait of another thread is for groups of its own.
+        if (thread == 35) bulk_add_f32(params.sum, smem + BOX, 16);
+        if (thread == 35) tma_store_commit();
+        if (thread == 36) tma_store_wait<0>();
+        __syncthreads();
+        if (thread == 36) st_shared_b32(smem + BOX, 0);  // FAULT bulk_add_waited_for_by_another
+    }
+    if (fault == 86) {
+        if (thread == 35) turn_pass(reinterpret_cast<u32*>(params.fixed));  // FAULT turn_of_read_only
+    }
+    if (fault == 87) {
+        const u32* nowhere = reinterpret_cast<const u32*>(params.no_map);
+        if (thread == 35) turn_await(nowhere, 0);  // FAULT turn_out_of_bounds
+    }
+    if (fault == 88) {
+        float pair[2];
+        if (thread == 35) ld_shared_f32x2(pair, smem + BOX + 4);  // FAULT pair_misaligned
+    }
+    if (fault == 89) {
+        if (thread == 3) st_shared_b32(smem + BOX + 4, 0);
+        const bool first = thread / 32 == 1;
+        if (first) ld_shared_b32_by_first_lane(smem + BOX + 4);  // FAULT first_lane_reads
+    }
+    if (fault == 90 && thread < 128) {
+        wgmma_fence();
+        wgmma_m64n16k16_bf16_ss_new<0, 0>(d, a, b);  // FAULT new_accumulator_written
+        wgmma_commit();
+        if (thread == 5) d[1][2] = 1.0f;
+        wgmma_wait<0>();
     }
 }

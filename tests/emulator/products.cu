@@ -11,6 +11,7 @@ struct Params {
     int accumulate;
     int repeats;
     int early;  // what d holds before the wait comes back
+    int fresh;  // ss_new, of 64 columns, both operands MN-major or none
 };
 
 template <int N, class Product>
@@ -43,6 +44,16 @@ __device__ __forceinline__ void run(const Params& params, Product product) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) st_global_f32(d + 4 * j + i, D_rmem[j][i]);
     }
+}
+
+template <int TRANS>
+__device__ __forceinline__ auto new_product(u64 a, u64 b) {
+    return [=](float (&d)[8][4], bool accumulate) {
+        if (accumulate)
+            wgmma_m64n64k16_bf16_ss<TRANS, TRANS>(d, a, b, true);
+        else
+            wgmma_m64n64k16_bf16_ss_new<TRANS, TRANS>(d, a, b);
+    };
 }
 
 // Every form and layout of one number of columns.
@@ -86,6 +97,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) products(const __grid_const
     ld_global_b128(a_registers, params.a_registers + threadIdx.x * 4);
     const u64 base = shared_base() >> 4;
     const u64 a = ld_global_b64(params.descriptors) + base, b = ld_global_b64(params.descriptors + 1) + base;
+    if (params.fresh && params.trans_a) return run<64>(params, new_product<1>(a, b));
+    if (params.fresh) return run<64>(params, new_product<0>(a, b));
     PRODUCTS(16)
     PRODUCTS(64)
     PRODUCTS(80)
