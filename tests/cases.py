@@ -690,6 +690,45 @@ TURING_GRADIENT_SPECS = [
     "hdim64_fp16_causal_varlen_backward_deterministic",
     "hdim40_hdimv72_fp16_window_softcap_alibi_dropout_backward_deterministic",
 ]
+# What Hopper's backward runs emulated where that is not the default: each feature, each way of padding, each tile.
+HOPPER_GRADIENT_SPECS = [
+    "hdim8_bf16_backward",
+    "hdim40_fp16_backward",
+    "hdim64_bf16_backward",
+    "hdim72_bf16_backward",
+    "hdim128_bf16_backward",
+    "hdim128_fp16_causal_backward",
+    "hdim192_fp16_backward",
+    "hdim256_bf16_causal_backward",
+    "hdim8_hdimv256_fp16_backward",
+    "hdim192_hdimv128_bf16_causal_backward",
+    "hdim64_bf16_causal_backward",
+    "hdim64_bf16_window_backward",
+    "hdim64_bf16_softcap_backward",
+    "hdim128_fp16_causal_window_backward",
+    "hdim128_fp16_causal_alibi_backward",
+    "hdim256_bf16_dropout_backward",
+    "hdim64_bf16_bias_backward",
+    "hdim64_bf16_causal_sink_backward",
+    "hdim64_bf16_causal_window_softcap_alibi_dropout_backward",
+    "hdim136_hdimv72_fp16_window_softcap_alibi_dropout_backward",
+    "hdim64_bf16_varlen_backward",
+    "hdim72_hdimv40_bf16_window_softcap_alibi_dropout_varlen_backward",
+    "hdim72_hdimv40_fp16_causal_sink_varlen_backward",
+    "hdim64_bf16_causal_backward_deterministic",
+    "hdim72_fp16_backward_deterministic",
+    "hdim64_hdimv128_bf16_backward_deterministic",
+    "hdim256_bf16_causal_backward_deterministic",
+    "hdim40_hdimv72_bf16_window_softcap_alibi_dropout_backward_deterministic",
+    "hdim64_bf16_causal_varlen_backward_deterministic",
+]
+
+
+def of_specs(cases: list[Case], slugs: list[str]) -> list[Case]:
+    """The small rows of the specs that the slugs name."""
+    found = [case for case in cases if not case.large and case.spec.slug in slugs]
+    assert {case.spec.slug for case in found} == set(slugs)
+    return found
 
 
 def largest(cases: list[Case], slugs: list[str]) -> list[Case]:

@@ -10,15 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DETERMINISTIC, GRADIENTS, TURING_GRADIENT_SPECS, in_fp16, largest, specs
+from cases import (
+    DETERMINISTIC,
+    GRADIENTS,
+    HOPPER_GRADIENT_SPECS,
+    TURING_GRADIENT_SPECS,
+    in_fp16,
+    largest,
+    of_specs,
+    specs,
+)
 from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import FEATURES
 from torch import Tensor
 
 import fagen
 from fagen import reference
-from fagen.arch import resolve
+from fagen.arch import resolve, sm90
 from fagen.build import build
 from fagen.check import (
     FLASH_FACTOR,
@@ -38,6 +48,7 @@ from fagen.spec import AttentionSpec
 from fagen.target import default_archs
 
 SMALL = [case for case in GRADIENTS if not case.large]
+HOPPER = of_specs(GRADIENTS, HOPPER_GRADIENT_SPECS)
 TURING = largest(in_fp16(GRADIENTS), TURING_GRADIENT_SPECS)
 
 # One case for each way that threads and blocks depend on each other: stages, the sum of dQ, masks, padded dims.
@@ -50,6 +61,9 @@ ORDERS = [
     "hdim64_bf16_causal_window_softcap_alibi_dropout_backward-b2h4k2-q65k70-w30,2-alibi_slopes-dlse",
 ]
 
+# What `load` is told: the default architecture, and the Hopper family.
+families = pytest.mark.parametrize("arch", [None, "sm90a"], ids=["default", "hopper"])
+
 Results = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
@@ -59,6 +73,7 @@ def emulated_kernels() -> None:
     with FileLock(Path(os.environ["FAGEN_CACHE_DIR"]) / "gradients.lock"):
         (arch, *_), _ = default_archs()
         kernels = dict.fromkeys(kernel for spec in specs(SMALL) for kernel in plan(spec, arch))
+        kernels |= dict.fromkeys(kernel for spec in specs(HOPPER) for kernel in plan(spec, resolve("sm90a")))
         build(list(kernels), emulate=True)
 
 
@@ -107,6 +122,32 @@ def test_emulated(case: Case) -> None:
     judge(case, "cpu")
 
 
+@pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("case", HOPPER, ids=lambda case: case.id)
+def test_hopper_emulated(case: Case) -> None:
+    judge(case, "cpu", "sm90a")
+
+
+def test_hopper_rows_have_every_feature_and_tile() -> None:
+    """A tile or a feature that joins gets its rows."""
+    rows = list(specs(HOPPER))
+    some = [
+        AttentionSpec(head_dim=head_dim, head_dim_v=dim_v, causal=causal, window=window, dropout=window, backward=True)
+        for head_dim in range(8, 257, 8)
+        for dim_v in (8, head_dim, 256)
+        for causal in (False, True)
+        for window in (False, True)
+    ]
+    assert {sm90.backward_tile(spec) for spec in rows} == {sm90.backward_tile(spec) for spec in some}
+    assert {name for spec in rows for name in FEATURES if getattr(spec, name)} == set(FEATURES)
+    assert {spec.dtype for spec in rows} == {"bf16", "fp16"}
+    assert any(case.lse_gradient for case in HOPPER) and any(case.heads > case.heads_k > 1 for case in HOPPER)
+    assert any(spec.deterministic for spec in rows)
+    for spec in rows:
+        (family,) = [kernel.family for kernel in plan(spec, resolve("sm90a")) if kernel.kind == "bwd"]
+        assert family == ("sm80" if spec.bias else "sm90")  # a bias has its gradient there
+
+
 @pytest.mark.usefixtures("turing_kernels")
 @pytest.mark.parametrize("case", TURING, ids=lambda case: case.id)
 def test_turing_emulated(case: Case) -> None:
@@ -130,17 +171,18 @@ def test_turing_on_this_gpu(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("emulated_kernels")
+@families
 @pytest.mark.parametrize("id_", ORDERS)
-def test_the_order_of_threads_changes_nothing(id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_threads_changes_nothing(id_: str, arch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between barriers threads may run in any order: several seeds of the emulator's order give the same bits, but for
     the last one of dq, a sum of float32 in any order."""
     case = by_id(id_)
     eps = torch.finfo(case.inputs().q.dtype).eps
     monkeypatch.delenv("FAGEN_EMULATE_SEED", raising=False)
-    o, lse, (dq, dk, dv) = call(case, "cpu")
+    o, lse, (dq, dk, dv) = call(case, "cpu", arch)
     for seed in ("1", "2", "20261130"):
         monkeypatch.setenv("FAGEN_EMULATE_SEED", seed)
-        other_o, other_lse, (other_dq, other_dk, other_dv) = call(case, "cpu")
+        other_o, other_lse, (other_dq, other_dk, other_dv) = call(case, "cpu", arch)
         assert torch.equal(other_o, o) and torch.equal(other_lse, lse)
         assert torch.equal(other_dk, dk) and torch.equal(other_dv, dv)
         torch.testing.assert_close(other_dq, dq, rtol=2 * eps, atol=1e-6)
@@ -162,6 +204,22 @@ def test_deterministic_gradients_emulated(spec: AttentionSpec, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("emulated_kernels")
+@pytest.mark.parametrize("spec", [s for s in specs(HOPPER) if s.deterministic], ids=lambda spec: spec.slug)
+def test_hopper_adds_to_dq_in_turns(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise equal where more than two blocks add to a tile of dQ, whichever OS threads run them in any order: up to
+    two begin with 0, and their sum has no order."""
+    window = (900, 900) if spec.window else None
+    case = Case(spec=spec, batch=1, heads=2, heads_k=1, seqlen_q=100, seqlen_k=600, window=window, lse_gradient=True)
+    monkeypatch.delenv("FAGEN_EMULATE_SEED", raising=False)
+    monkeypatch.setenv("FAGEN_EMULATE_THREADS", "1")
+    first = call(case, "cpu", "sm90a")
+    for seed, os_threads in (("0", "8"), ("1", "8"), ("20261130", "2")):
+        monkeypatch.setenv("FAGEN_EMULATE_SEED", seed)
+        monkeypatch.setenv("FAGEN_EMULATE_THREADS", os_threads)
+        assert same_bits(call(case, "cpu", "sm90a"), first)
+
+
+@pytest.mark.usefixtures("emulated_kernels")
 @pytest.mark.parametrize("spec", list(specs(DETERMINISTIC)), ids=lambda spec: spec.slug)
 def test_deterministic_and_not_agree(spec: AttentionSpec) -> None:
     """The two ways of dq: the same sums, in another order."""
@@ -178,7 +236,11 @@ def test_deterministic_and_not_agree(spec: AttentionSpec) -> None:
 
 
 @pytest.mark.usefixtures("emulated_kernels")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("device", "arch"),
+    [("cpu", None), ("cpu", "sm90a"), pytest.param("cuda", None, marks=pytest.mark.gpu)],
+    ids=["default", "hopper", "gpu"],
+)
 @pytest.mark.parametrize(
     "id_",
     [
@@ -189,13 +251,13 @@ def test_deterministic_and_not_agree(spec: AttentionSpec) -> None:
     ],
 )
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
-def test_gradients_of_some_inputs(id_: str, wanted: tuple[int, ...], device: str) -> None:
+def test_gradients_of_some_inputs(id_: str, wanted: tuple[int, ...], device: str, arch: str | None) -> None:
     """The gradients that are asked for are those that all three together give, and the others are not computed."""
     case = by_id(id_)
     inputs, (d_o, d_lse) = case.inputs(device), case.upstream(device)
-    expected = call(case, device)[2]
+    expected = call(case, device, arch)[2]
     leaves = [x.detach().requires_grad_(n in wanted) for n, x in enumerate((inputs.q, inputs.k, inputs.v))]
-    attention = fagen.load(case.spec, emulate=device == "cpu")
+    attention = fagen.load(case.spec, arch=arch, emulate=device == "cpu")
     o, lse = attention(*leaves, return_lse=True, **inputs.call)
     torch.autograd.backward(*((o, d_o) if d_lse is None else ((o, lse), (d_o, d_lse))))
     for n, leaf in enumerate(leaves):
@@ -210,15 +272,16 @@ def test_gradients_of_some_inputs(id_: str, wanted: tuple[int, ...], device: str
 
 
 @pytest.mark.usefixtures("emulated_kernels")
+@families
 @pytest.mark.parametrize("id_", ORDERS)
-def test_a_batch_is_its_entries(id_: str) -> None:
+def test_a_batch_is_its_entries(id_: str, arch: str | None) -> None:
     """Each batch entry alone gives the gradients that it gives in a batch; without dropout, whose mask numbers the
     batch."""
     case = replace(by_id(id_), batch=2, values={}, dropout_p=None)
     if case.spec.dropout:
         case = replace(case, dropout_p=0.0)
     inputs, (d_o, d_lse) = case.inputs(), case.upstream()
-    attention = fagen.load(case.spec, emulate=True)
+    attention = fagen.load(case.spec, arch=arch, emulate=True)
     both = differentiate(attention, inputs, d_o, d_lse)
     for b in range(2):
         entry = slice(b, b + 1)
@@ -229,16 +292,17 @@ def test_a_batch_is_its_entries(id_: str) -> None:
 
 
 @pytest.mark.usefixtures("emulated_kernels")
+@families
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "id_", ["hdim64_bf16_causal_backward-b1h32k16-q15k2", "hdim64_bf16_causal_backward-b1h2k1-q5k0"]
 )
-def test_lse_gradients_of_rows_that_see_nothing(id_: str, value: float) -> None:
+def test_lse_gradients_of_rows_that_see_nothing(id_: str, value: float, arch: str | None) -> None:
     """Their lse is -inf, and what a loss makes of that is often NaN; it touches nothing."""
     case = replace(by_id(id_), lse_gradient=True)
     inputs, (d_o, d_lse) = case.inputs(), case.upstream()
     assert d_lse is not None
-    attention = fagen.load(case.spec, emulate=True)
+    attention = fagen.load(case.spec, arch=arch, emulate=True)
     expected = differentiate(attention, inputs, d_o, d_lse)
     rows, _ = reference.seen(case.seqlen_q, case.seqlen_k, causal=case.spec.causal)
     dirty = d_lse.clone()
@@ -247,13 +311,14 @@ def test_lse_gradients_of_rows_that_see_nothing(id_: str, value: float) -> None:
 
 
 @pytest.mark.usefixtures("emulated_kernels")
+@families
 @pytest.mark.parametrize("name", ["q", "d_o"])
 @pytest.mark.parametrize("spec", ["hdim64_bf16_causal_backward", "hdim64_bf16_causal_backward_deterministic"])
-def test_what_rows_that_see_nothing_hold(spec: str, name: str) -> None:
+def test_what_rows_that_see_nothing_hold(spec: str, name: str, arch: str | None) -> None:
     """NaN there, as a loss makes of o = 0, touches nothing but what the row itself owns: 0."""
     case = by_id(f"{spec}-b1h32k16-q15k2")
     inputs, (d_o, _) = case.inputs(), case.upstream()
-    attention = fagen.load(case.spec, emulate=True)
+    attention = fagen.load(case.spec, arch=arch, emulate=True)
     expected = differentiate(attention, inputs, d_o)
     rows, _ = reference.seen(case.seqlen_q, case.seqlen_k, causal=True)
     q, d_o = inputs.q.clone(), d_o.clone()
@@ -290,11 +355,12 @@ def test_each_modification_alone(mod: Mod, head_dim: int, dtype: str, determinis
 
 
 @pytest.mark.usefixtures("emulated_kernels")
+@families
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 0.3, 1.0, 4.0])
-def test_softcap_from_its_linear_part_to_where_it_is_flat(scale: float) -> None:
+def test_softcap_from_its_linear_part_to_where_it_is_flat(scale: float, arch: str | None) -> None:
     """The derivative 1 - tanh^2 over its whole range: scores of `scale` caps."""
     case = by_id("hdim64_bf16_softcap_backward-b1h2k1-q64k64")
-    judge(replace(case, heads=4, heads_k=2, values={"softcap": 1.0 / scale}), "cpu")
+    judge(replace(case, heads=4, heads_k=2, values={"softcap": 1.0 / scale}), "cpu", arch)
 
 
 # ---------------------------------------------------------------- calls that nobody thought of
