@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from cases import GRADIENTS, HOPPER_GRADIENT_SPECS, of_specs, specs
 from strategies import FEATURES
 from test_forward import ORDERS, SMALL
 
@@ -14,9 +16,10 @@ import fagen
 from fagen import reference
 from fagen.arch import known, resolve, sm75
 from fagen.build import build
+from fagen.cache import Artifact
 from fagen.check import OUTPUT_BUDGET, compare_lse, compare_o
 from fagen.errors import BuildError, ToolchainError
-from fagen.plan import plan
+from fagen.plan import KernelPlan, plan
 from fagen.spec import AttentionSpec
 from fagen.toolchain import find_cuda_compiler
 
@@ -117,6 +120,40 @@ def test_hopper_forwards_keep_all_in_registers() -> None:
         assert artifact.resources is not None and kernel.family == "sm90"
         assert (artifact.resources.stack, artifact.resources.spill_stores) == (0, 0), kernel.slug
         assert "serialized" not in artifact.log, kernel.slug
+
+
+def hopper_backwards(specs: Iterable[AttentionSpec]) -> list[tuple[KernelPlan, Artifact]]:
+    """The main backward kernels of the Hopper family for these specs, compiled."""
+    arch = resolve("sm90a")
+    try:
+        find_cuda_compiler().check(arch)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    planned = dict.fromkeys(kernel for spec in specs for kernel in plan(spec, arch))
+    kernels = [kernel for kernel in planned if kernel.kind == "bwd" and kernel.family == "sm90"]
+    return list(zip(kernels, build(kernels), strict=True))
+
+
+def test_hopper_backwards_overlap_their_products() -> None:
+    """ptxas serializes no product of the table's kernels: of those that run emulated; FAGEN_WHOLE_MATRIX=1 for all."""
+    cases = GRADIENTS if WHOLE_MATRIX else of_specs(GRADIENTS, HOPPER_GRADIENT_SPECS)
+    compiled = hopper_backwards(specs(cases))
+    assert compiled
+    for kernel, artifact in compiled:
+        assert "serialized" not in artifact.log, kernel.slug
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_hopper_backwards_keep_all_in_registers(causal: bool) -> None:
+    """Nothing spills, but for up to 32 bytes of causal ones: what their loops need at an edge alone is stored before
+    them. A value of each step that spilled would be more."""
+    plain = [AttentionSpec(head_dim=head_dim, causal=causal, backward=True) for head_dim in (64, 128, 192, 256)]
+    compiled = hopper_backwards(plain)
+    assert len(compiled) == 4
+    for kernel, artifact in compiled:
+        assert artifact.resources is not None
+        assert artifact.resources.spill_stores <= (32 if causal else 0), kernel.slug
+        assert artifact.resources.stack == artifact.resources.spill_stores, kernel.slug
 
 
 @pytest.mark.parametrize("call", ["cp_async_commit();", "pack_bf16(0.0f, 0.0f);"])

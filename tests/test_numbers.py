@@ -28,6 +28,13 @@ from fagen.check import (
 )
 from fagen.spec import AttentionSpec
 
+# Where a call runs: the default architecture and the Hopper family, emulated, and a GPU.
+places = pytest.mark.parametrize(
+    ("device", "arch"),
+    [("cpu", None), ("cpu", "sm90a"), pytest.param("cuda", None, marks=pytest.mark.gpu)],
+    ids=["emulated", "hopper", "gpu"],
+)
+
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -370,10 +377,10 @@ def test_n14_gradient_of_lse(run: Backend, dtype: str, deterministic: bool) -> N
     assert not dv.any()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_n14_a_loss_of_lse_alone(device: str) -> None:
+@places
+def test_n14_a_loss_of_lse_alone(device: str, arch: str | None) -> None:
     """N14: o takes no part in the loss, as autograd says it: by None."""
-    attention = fagen.load(AttentionSpec(head_dim=8, backward=True), emulate=device == "cpu")
+    attention = fagen.load(AttentionSpec(head_dim=8, backward=True), arch=arch, emulate=device == "cpu")
     leaves = [normal("bf16", 1, 5, 1, 8, seed=seed).to(device).requires_grad_() for seed in range(3)]
     _, lse = attention(*leaves, return_lse=True)
     lse.sum().backward()
@@ -476,10 +483,10 @@ def test_n19_any_strides_of_do(run: Backend, name: str) -> None:
         assert_gradient(x, y, "bf16")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_n19_backward_through_one_packed_tensor(device: str) -> None:
+@places
+def test_n19_backward_through_one_packed_tensor(device: str, arch: str | None) -> None:
     """N19: q, k, v sliced from one (1, 128, 3, H, D); o.sum().backward() reaches it whole."""
-    attention = fagen.load(AttentionSpec(head_dim=64, backward=True), emulate=device == "cpu")
+    attention = fagen.load(AttentionSpec(head_dim=64, backward=True), arch=arch, emulate=device == "cpu")
     packed = normal("bf16", 1, 128, 3, 2, 64).to(device).requires_grad_()
     attention(*packed.unbind(2)).sum().backward()
     assert packed.grad is not None
@@ -696,15 +703,14 @@ def test_gradients_of_memory_that_no_visible_key_owns(run: Backend, poison: floa
     torch.testing.assert_close(dq, expected[0], rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@places
 @pytest.mark.parametrize(("seqlen", "runs"), [(130, 3), pytest.param(2048, 30, marks=pytest.mark.gpu)])
-def test_n26_deterministic_gradients(device: str, seqlen: int, runs: int) -> None:
+def test_n26_deterministic_gradients(device: str, arch: str | None, seqlen: int, runs: int) -> None:
     """N26: Hq=8, Hk=2, bf16, causal: bitwise equal gradients from run to run, with other kernels between."""
     if device == "cpu" and seqlen > 130:
         pytest.skip("too many blocks to emulate")
-    attention = fagen.load(
-        AttentionSpec(head_dim=64, causal=True, backward=True, deterministic=True), emulate=device == "cpu"
-    )
+    spec = AttentionSpec(head_dim=64, causal=True, backward=True, deterministic=True)
+    attention = fagen.load(spec, arch=arch, emulate=device == "cpu")
     q, d_o = (normal("bf16", 1, seqlen, 8, 64, seed=seed).to(device) for seed in (0, 3))
     k, v = (normal("bf16", 1, seqlen, 2, 64, seed=seed).to(device) for seed in (1, 2))
     first = differentiate(attention, Inputs(q, k, v, {}), d_o)
@@ -715,10 +721,10 @@ def test_n26_deterministic_gradients(device: str, seqlen: int, runs: int) -> Non
         assert all(torch.equal(x, y) for x, y in zip(gradients, first[2], strict=True))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_n27_calls_without_gradients_leave_no_trace(device: str) -> None:
+@places
+def test_n27_calls_without_gradients_leave_no_trace(device: str, arch: str | None) -> None:
     """N27: a call under no_grad, with other values, before and between; then only v requires a gradient."""
-    attention = fagen.load(AttentionSpec(head_dim=64, causal=True, backward=True, deterministic=True))
+    attention = fagen.load(AttentionSpec(head_dim=64, causal=True, backward=True, deterministic=True), arch=arch)
     q, k, v, d_o = (normal("bf16", 1, 70, 2, 64, seed=seed).to(device) for seed in range(4))
     expected = differentiate(attention, Inputs(q, k, v, {}), d_o)
     with torch.no_grad():
