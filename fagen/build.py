@@ -86,16 +86,18 @@ def build(
     jobs: int | None = None,
     on_done: Callable[[Artifact], None] | None = None,
     force: bool = False,
+    templates: Path | None = None,
 ) -> list[Artifact]:
     """The artifacts of `kernels`, in their order, compiled where the cache lacks them or `force` is set.
 
     `emulate` builds libraries for the CPU in place of cubins. At most `jobs` compilers run at once, fewer where cores,
-    memory or MAX_JOBS allow less. `on_done` is called with each artifact once, when it is ready.
+    memory or MAX_JOBS allow less. `on_done` is called with each artifact once, when it is ready. `templates` is a
+    folder to render from in place of `render.template_dir()`.
 
     Raises ToolchainError before anything is compiled, and BuildError once all others are done where a kernel fails.
     """
     compiler = toolchain.find_host_compiler() if emulate else toolchain.find_cuda_compiler()
-    asked = [request_of(kernel, compiler, emulate) for kernel in kernels]
+    asked = [request_of(kernel, compiler, emulate, templates) for kernel in kernels]
     done: dict[str, Artifact] = {}
 
     errors_of_caller: list[OSError] = []
@@ -245,10 +247,12 @@ def parse_resources(log: str, entry: str) -> Resources | None:
     )
 
 
-def request_of(kernel: KernelPlan, compiler: toolchain.Compiler, emulate: bool) -> Request:
+def request_of(
+    kernel: KernelPlan, compiler: toolchain.Compiler, emulate: bool, templates: Path | None = None
+) -> Request:
     """`kernel` rendered, with the key of what `compiler` makes of it."""
     target: Target = "emulate" if emulate else "cuda"
-    source = renderer.render(kernel, target)
+    source = renderer.render(kernel, target, templates)
     key = cache.digest(source, compiler.flags(kernel.arch), kernel.arch.name, compiler.identity)
     return Request(kernel, compiler, target, source, key)
 

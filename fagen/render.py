@@ -51,8 +51,13 @@ class _Loader(jinja2.FileSystemLoader):
 
 @cache
 def environment() -> jinja2.Environment:
-    """The one Jinja environment: an undefined name is an error, and blocks leave no blank lines."""
-    loader = _Loader(template_dir())
+    """The Jinja environment of `template_dir()`: an undefined name is an error, and blocks leave no blank lines."""
+    return _environment(template_dir())
+
+
+@cache
+def _environment(folder: Path) -> jinja2.Environment:
+    loader = _Loader(folder)
     result = jinja2.Environment(
         loader=loader,
         undefined=jinja2.StrictUndefined,
@@ -66,7 +71,7 @@ def environment() -> jinja2.Environment:
     # Plain headers go in as they are: the operands of inline PTX, {%0, %1}, would read as Jinja.
     result.globals["plain"] = lambda path: loader.get_source(result, path)[0]
     # Those that name shapes of the kernel are templates.
-    result.globals["rendered"] = lambda path: (template_dir() / f"{path}.j2").is_file()
+    result.globals["rendered"] = lambda path: (folder / f"{path}.j2").is_file()
     return result
 
 
@@ -81,26 +86,28 @@ def _deeper(text: str, width: int) -> str:
     return "\n".join(line if not line or line.startswith("#") else " " * width + line for line in text.split("\n"))
 
 
-def render(kernel: KernelPlan, target: Target = "cuda") -> str:
-    """The text of `kernel`, for nvcc or NVRTC ("cuda") or for a host C++ compiler ("emulate").
+def render(kernel: KernelPlan, target: Target = "cuda", templates: Path | None = None) -> str:
+    """The text of `kernel`, for nvcc or NVRTC ("cuda") or for a host C++ compiler ("emulate"), from the folder
+    `templates` in place of `template_dir()`.
 
     The same plan gives the same bytes, on any machine: no path, time or environment enters.
 
     Raises BuildError for a template that is missing, malformed or uses an undefined name.
     """
     try:
-        return environment().get_template("kernel.j2").render(**context(kernel), target=target)
+        chosen = environment() if templates is None else _environment(templates)
+        return chosen.get_template("kernel.j2").render(**context(kernel), target=target)
     except jinja2.TemplateError as error:
-        raise BuildError(f"{kernel.slug}: {_explain(error)}") from error
+        raise BuildError(f"{kernel.slug}: {explain(error, templates)}") from error
 
 
-def _explain(error: jinja2.TemplateError) -> str:
+def explain(error: Exception, templates: Path | None = None) -> str:
     """What is wrong, with the template and the line where it is."""
     if isinstance(error, jinja2.TemplateNotFound):
         return f"there is no template {error.name}"
     if isinstance(error, jinja2.TemplateSyntaxError):
         return f"{error.name}, line {error.lineno}: {error.message}"
-    folder = template_dir()
+    folder = templates or template_dir()
     outside = {str(one.fragment) for one in registry.outside().values()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

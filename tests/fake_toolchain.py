@@ -86,7 +86,7 @@ class FakeKernel:
     spec: FakeSpec = field(default_factory=FakeSpec)
 
 
-def render(kernel: FakeKernel, target: str) -> str:
+def render(kernel: FakeKernel, target: str, templates: Path | None = None) -> str:
     return f"// {kernel.slug} {target}\n{kernel.text}\n"
 
 

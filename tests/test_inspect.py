@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -455,7 +457,10 @@ def test_diff_against_flags_and_a_saved_run(inspect: Fagen, tmp_path: Path) -> N
         (["--diff", "--causal"], "--head-dim"),
         (["--diff", "--head-dim '64"], "No closing quotation"),
         (["--diff", "--head-dim 64 --help"], "--help"),
-        (["--diff", "nowhere.json"], "nowhere.json: no such file"),
+        (
+            ["--diff", "nowhere.json"],
+            "--diff 'nowhere.json': neither flags, which begin with -, nor a file that is there; and ",
+        ),
         (["--save", "nowhere/run.json"], "there is no folder nowhere"),
         (["--save", "."], "--save .: is a folder"),
         (["--arch", "sm75"], "use fp16"),
@@ -468,6 +473,134 @@ def test_bad_input_is_one_line_and_builds_nothing(
     assert outcome.code == 2 and outcome.out == "" and message in outcome.err
     assert outcome.err.startswith("fagen: error: ") and "Traceback" not in outcome.err
     assert nvcc.compiled == 0
+
+
+@pytest.fixture
+def repository(inspect: Fagen, templates: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs git in a repository of the templates that are rendered from, whose one commit has them as they are."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    monkeypatch.setenv("HOME", str(templates.parent))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b")
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=templates, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+
+    git("init", "-q", "..")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    return git
+
+
+def append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def test_diff_against_a_commit(
+    inspect: Fagen, nvcc: Stub, templates: Path, repository: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stub's binary grows with its source, byte by byte."""
+    line = ("inspect", "--head-dim", "64", "--arch", "sm80", "--diff")
+    append(templates / "kernel.j2", "// 10 more\n")
+    repository("commit", "-q", "-a", "-m", "second")
+    append(templates / "kernel.j2", "// and 14 more\n")
+    state = repository("status", "--porcelain", ".")
+    assert state == "M templates/kernel.j2"
+    outcome = inspect(*line, "HEAD")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("fwd_hdim64_bf16_sm80\n  size  ") and outcome.out.endswith("(+15)\n")
+    assert outcome.out.count("\n") == 2 and nvcc.compiled == 2
+    monkeypatch.chdir("/")  # it is fagen's checkout that counts, not the one of the current directory
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as a hook of another one may leave it
+    (one,) = inspect(*line, "HEAD~1", "--json").document["diff"]["differences"]
+    assert one["other"] == one["this"] and one["changes"].keys() == {"size"}
+    assert one["changes"]["size"][1] - one["changes"]["size"][0] == 26 and nvcc.compiled == 3
+    monkeypatch.delenv("GIT_DIR")
+    assert inspect(*line, repository("rev-parse", "HEAD~1")).out.endswith("(+26)\n") and nvcc.compiled == 3
+    assert repository("status", "--porcelain", ".") == state and repository("log", "--format=%s") == "second\nfirst"
+    repository("commit", "-q", "-a", "-m", "third")
+    assert inspect(*line, "HEAD").out == "no difference\n" and nvcc.compiled == 3
+
+
+def test_a_file_is_taken_for_no_commit(
+    inspect: Fagen, repository: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert inspect("inspect", "--head-dim", "64", "--arch", "sm80", "--save", "HEAD").code == 0
+    assert (
+        "fwd_hdim64_bf16_sm80 -> fwd_hdim128_bf16_sm80\n"
+        in inspect("inspect", "--head-dim", "128", "--arch", "sm80", "--diff", "HEAD").out
+    )
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("{{ no_such_name }}", "kernel.j2, line {last}: 'no_such_name' is undefined"),
+        ("{{ spec.head_dim + 'a' }}", "kernel.j2, line {last}: unsupported operand"),
+        ("{% macro a() %}{% endmacro %}{{ a(1) }}", "kernel.j2, line {last}: macro 'a' takes no"),
+        ("{% if %}", "kernel.j2, line {last}: "),
+        ("{% include 'gone.j2' %}", "there is no template gone.j2"),
+    ],
+)
+def test_a_commit_that_cannot_be_rendered(
+    inspect: Fagen, nvcc: Stub, templates: Path, repository: Callable[..., str], broken: str, message: str
+) -> None:
+    path = templates / "kernel.j2"
+    sound = path.read_text()
+    append(path, broken)
+    repository("commit", "-q", "-a", "-m", "broken")
+    path.write_text(sound)
+    outcome = inspect("inspect", "--head-dim", "64", "--arch", "sm80", "--diff", "HEAD")
+    assert outcome.code == 2 and outcome.out == "" and outcome.err.count("\n") == 1 and nvcc.compiled == 0
+    assert outcome.err.startswith(
+        "fagen: error: the Python side at hand cannot render the templates of HEAD: fwd_hdim64"
+    )
+    assert message.format(last=sound.count("\n") + 1) in outcome.err
+
+
+def test_a_commit_that_does_not_compile(inspect: Fagen, templates: Path, repository: Callable[..., str]) -> None:
+    path = templates / "kernel.j2"
+    sound = path.read_text()
+    append(path, "BROKEN\n")
+    repository("commit", "-q", "-a", "-m", "broken")
+    path.write_text(sound)
+    outcome = inspect("inspect", "--head-dim", "64", "--arch", "sm80", "--diff", "HEAD")
+    assert (
+        outcome.code == 1 and outcome.out == "" and "with the templates of HEAD: fwd_hdim64_bf16_sm80 " in outcome.err
+    )
+
+
+def test_what_is_no_commit(
+    inspect: Fagen,
+    nvcc: Stub,
+    templates: Path,
+    repository: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said(diff: str) -> str:
+        outcome = inspect("inspect", "--head-dim", "64", "--arch", "sm80", "--diff", diff)
+        assert outcome.code == 2 and outcome.out == "" and outcome.err.count("\n") == 1 and nvcc.compiled == 0
+        assert f"--diff {diff!r}: neither flags, which begin with -, nor a file that is there; and " in outcome.err
+        return outcome.err
+
+    for name in ("HEAD~1", "^HEAD", "HEAD..HEAD", "HEAD:templates", "", "a" * 300):
+        assert "git knows no such commit in the checkout that fagen runs from" in said(name)
+    repository("commit", "-q", "--allow-empty", "-m", "second")
+    repository("rm", "-q", "-r", "--cached", ".")
+    repository("commit", "-q", "-m", "none")
+    assert "has no templates" in said("HEAD")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    shutil.rmtree(tmp_path / ".git")
+    assert "fagen does not run from a git checkout" in said("HEAD")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "git, which would know of a commit, is not on PATH" in said("HEAD")
 
 
 def test_flags_in_a_string_name_what_they_name_on_the_command_line() -> None:

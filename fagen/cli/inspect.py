@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +13,12 @@ import typer
 
 from fagen import build as builder
 from fagen import inspection
+from fagen import revision as revisions
 from fagen.cli import output
 from fagen.cli.options import ArchOption, JobsOption, JsonOption
 from fagen.cli.specs import parse, takes_specs
 from fagen.cli.targets import planner, resolve_archs
-from fagen.errors import SpecError
+from fagen.errors import BuildError, SpecError
 from fagen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
     from fagen.inspection import Comparison, Inspection, Report
     from fagen.plan import KernelPlan
 
-_DIFF_HELP = "show only what differs from these flags, such as '--head-dim 128', or from a file of --save"
+_DIFF_HELP = (
+    "show only what differs: from other flags, which begin with -, such as '--head-dim 128'; from a file of --save; "
+    "or, where there is no such file, from the templates of a git commit, such as HEAD~3"
+)
 _SAVE_HELP = "keep the reports, for a later --diff"
 _EMULATE_HELP = "also run each kernel once on the CPU, and count the bank conflicts of shared memory"
 _NAMES = "instructions.names."  # before the path of a single instruction
@@ -38,7 +44,7 @@ _MOST_LINES = 6
 def inspect(
     specs: list[AttentionSpec],
     arch: ArchOption = None,
-    diff: Annotated[str | None, typer.Option("--diff", metavar="'FLAGS'|FILE", help=_DIFF_HELP)] = None,
+    diff: Annotated[str | None, typer.Option("--diff", metavar="'FLAGS'|FILE|COMMIT", help=_DIFF_HELP)] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help=_SAVE_HELP)] = None,
     emulate: Annotated[bool, typer.Option("--emulate", help=_EMULATE_HELP)] = False,
     jobs: JobsOption = None,
@@ -46,7 +52,7 @@ def inspect(
 ) -> None:
     """Builds every kernel that the flags name and shows what each costs, and why."""
     wanted = _variants(specs, arch)
-    others, saved = _others(diff, arch)
+    others, saved, revision = _others(diff, arch)
     if save is not None and not save.absolute().parent.is_dir():
         raise SpecError(f"--save {save}: there is no folder {save.parent}")
     if save is not None and save.is_dir():
@@ -56,6 +62,8 @@ def inspect(
     kernels, other_kernels = (
         list(dict.fromkeys(kernel for one in some for kernel in plans_of[one])) for some in (wanted, others)
     )
+    if revision is not None:
+        saved = _of_revision(kernels, revision, jobs)
     every = list(dict.fromkeys([*kernels, *other_kernels]))
     with output.progress("compiling", len(every)) as step:
         artifacts = dict(zip(every, builder.build(every, jobs=jobs, on_done=lambda it: step(it.slug)), strict=True))
@@ -66,6 +74,9 @@ def inspect(
     if saved is None and others:
         found = inspection.inspect(other_kernels, [artifacts[kernel] for kernel in other_kernels], accesses)
         saved = list(found.reports)
+    if revision is not None and emulate:
+        lacking = f"bank conflicts are not counted with the templates of {revision}, whose emulator may be another"
+        this = dataclasses.replace(this, notes=(*this.notes, lacking))
     comparison = None if saved is None else inspection.compare(saved, this.reports)
     if as_json:
         output.emit(describe(this, comparison))
@@ -82,14 +93,37 @@ def _variants(specs: Sequence[AttentionSpec], arch: str | None) -> list[tuple[At
     return list(itertools.product(specs, resolve_archs(arch)))
 
 
-def _others(diff: str | None, arch: str | None) -> tuple[list[tuple[AttentionSpec, Arch]], list[Report] | None]:
-    """What to compare with: other flags' kernels, or reports of a file."""
+def _others(
+    diff: str | None, arch: str | None
+) -> tuple[list[tuple[AttentionSpec, Arch]], list[Report] | None, str | None]:
+    """What to compare with: other flags' kernels, or reports of a file, or the same kernels of a git revision."""
     if diff is None:
-        return [], None
-    if not diff.lstrip().startswith("-"):
-        return [], inspection.read(Path(diff))
-    specs, other_arch = parse("--diff", diff)
-    return _variants(specs, other_arch or arch), None
+        return [], None, None
+    if diff.lstrip().startswith("-"):
+        specs, other_arch = parse("--diff", diff)
+        return _variants(specs, other_arch or arch), None, None
+    if os.path.exists(diff):  # which takes names that no file can have
+        return [], inspection.read(Path(diff)), None
+    return [], None, diff
+
+
+def _of_revision(kernels: Sequence[KernelPlan], revision: str, jobs: int | None) -> list[Report]:
+    """Reports of `kernels` made from the templates of a git revision."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(revisions.templates(revision))
+        except SpecError as error:
+            raise SpecError(
+                f"--diff {revision!r}: neither flags, which begin with -, nor a file that is there; and {error}"
+            ) from error
+        revisions.check(kernels, revision, folder)
+        try:
+            with output.progress(f"compiling {revision}", len(kernels)) as step:
+                artifacts = builder.build(kernels, jobs=jobs, on_done=lambda it: step(it.slug), templates=folder)
+        except BuildError as error:
+            reason = f"with the templates of {revision}: {error.reason}"
+            raise BuildError(reason, command=error.command, log=error.log, source=error.source) from error
+    return list(inspection.inspect(kernels, artifacts).reports)
 
 
 def _accesses(variants: Sequence[tuple[AttentionSpec, Arch]]) -> dict[KernelPlan, tuple[Line, ...]]:
