@@ -1,4 +1,5 @@
-"""Bank conflicts of shared memory, counted in one small emulated call: templates/emulate/banks.hpp.j2 says how."""
+"""Bank conflicts of shared memory and words of it that nothing writes, counted in one small emulated call:
+templates/emulate/banks.hpp.j2 says how."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _KERNEL = "// ==== kernel ====\n"
 # The queries and keys of the call: no multiples of a tile, as those of `fagen check`.
 _QUERIES, _KEYS, _HEADS = 150, 170, 2
+_KEYS_OF_FEW = 1700  # where there is 1 query: so that each of two parts goes round all stages
 _SECONDS = 300.0
 
 
@@ -44,6 +46,15 @@ class Line:
         return self.wavefronts - self.least
 
 
+@dataclass(frozen=True)
+class Use:
+    """What one kernel did with shared memory: its accesses, most conflicts first, and how many 4-byte words of it no
+    thread and no copy wrote in any block."""
+
+    lines: tuple[Line, ...]
+    unwritten: int
+
+
 class _Count(ctypes.Structure):
     _fields_ = (
         ("primitive", ctypes.c_char_p),
@@ -54,12 +65,13 @@ class _Count(ctypes.Structure):
     )
 
 
-def count(spec: AttentionSpec, arch: Arch) -> dict[KernelPlan, tuple[Line, ...]]:
-    """The accesses of each kernel of `spec` that gives shared memory an address a lane, most conflicts first.
+def count(spec: AttentionSpec, arch: Arch) -> dict[KernelPlan, Use]:
+    """How each kernel of `spec` uses shared memory. Accesses are those that give an address a lane.
 
-    Runs the kernels emulated, for 2 heads, 150 queries and 170 keys, and with split keys for 1 query too, and backward
-    where the spec has gradients. What the tensor cores and the copy engine of Hopper read and write is not counted. An
-    access that reads a word nobody wrote, or races with another, ends the run with a LaunchError that names its line.
+    Runs the kernels emulated, for 2 heads, 150 queries and 170 keys, and backward where the spec has gradients; with
+    split keys in one part too, and for 1 query and 1700 keys in two. What the tensor cores and the copy engine of
+    Hopper read and write is no access here, but what the engine writes is written. An access that reads a word nobody
+    wrote, or races with another, ends the run with a LaunchError that names its line.
 
     Raises BuildError where the host compiler refuses a kernel.
     """
@@ -80,13 +92,18 @@ def count(spec: AttentionSpec, arch: Arch) -> dict[KernelPlan, tuple[Line, ...]]
                 differentiate(attention, inputs, case.upstream()[0])
             else:
                 attention(inputs.q, inputs.k, inputs.v, **inputs.call)
-        return {kernel.plan: _by_template(kernel.plan, kernel.artifact.binary) for kernel in kernels.values()}
+        return {
+            kernel.plan: Use(_by_template(kernel.plan, kernel.artifact.binary), unwritten(kernel.artifact.binary))
+            for kernel in kernels.values()
+        }
 
 
 def _cases(spec: AttentionSpec) -> list[Case]:
     call = Case(spec=spec, heads=_HEADS, seqlen_q=_QUERIES, seqlen_k=_KEYS)
-    few = dataclasses.replace(call, seqlen_q=1, num_splits=2)
-    return [call, few] if spec.split_kv else [call]
+    if not spec.split_kv:
+        return [call]
+    few = dataclasses.replace(call, seqlen_q=1, seqlen_k=_KEYS_OF_FEW, num_splits=2)
+    return [call, dataclasses.replace(call, num_splits=1), few]
 
 
 def _source(kernel: KernelPlan) -> tuple[str, int]:
@@ -131,6 +148,13 @@ def counts(library: Path, lines: int) -> dict[int, tuple[str, int, int, int]]:
         for number in range(lines + 1)  # asked for line 0, it ends the count of the last block
         if ask(number, entry)
     }
+
+
+def unwritten(library: Path) -> int:
+    """How many 4-byte words of shared memory no block of a library's launches has written since this was asked last."""
+    ask = ctypes.CDLL(str(library)).fagen_emulate_unwritten
+    ask.argtypes, ask.restype = (), ctypes.c_uint32
+    return int(ask())
 
 
 def _by_template(kernel: KernelPlan, library: Path) -> tuple[Line, ...]:

@@ -20,14 +20,14 @@ from fagen.occupancy import occupancy
 from fagen.plan import KernelPlan
 
 if TYPE_CHECKING:
-    from fagen.banks import Line
+    from fagen.banks import Use
 
 Report = dict[str, Any]
 
 _FORMAT = 1
 _NAMES = ("kind", "slug", "arch")  # strings that each report has
 _NOT_COMPARED = frozenset({"kind", "slug", "digest", "directory", "tile_text", "bank_lines"})
-_COUNTED = ("instructions", "banks")  # null where nothing could count them
+_COUNTED = ("instructions", "banks", "unwritten")  # null where nothing could count them
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Comparison:
 def inspect(
     kernels: Sequence[KernelPlan],
     artifacts: Sequence[Artifact],
-    accesses: Mapping[KernelPlan, Sequence[Line]] | None = None,
+    uses: Mapping[KernelPlan, Use] | None = None,
 ) -> Inspection:
-    """Reports of built kernels, with the `accesses` that `banks.count` has found. Runs the disassembler where there is
-    one."""
+    """Reports of built kernels, with the `uses` of shared memory that `banks.count` has found. Runs the disassembler
+    where there is one."""
     notes: list[str] = []
     disassembler = disassembly.find()
     if disassembler is None:
@@ -80,7 +80,7 @@ def inspect(
                 instructions = disassembler.instructions(artifact.binary)
             except ToolchainError as error:
                 notes.append(f"no instruction mix of {kernel.slug}: {error}")
-        reports.append(report(kernel, artifact, instructions) | _of_banks((accesses or {}).get(kernel)))
+        reports.append(report(kernel, artifact, instructions) | _of_use((uses or {}).get(kernel)))
     if any(kernel.arch.ptx_only for kernel in kernels):
         notes.append("PTX has no registers, spills and instructions yet: the driver compiles it where it runs")
     return Inspection(tuple(reports), tuple(notes))
@@ -126,14 +126,16 @@ def report(kernel: KernelPlan, artifact: Artifact, instructions: dict[str, int] 
     }
 
 
-def _of_banks(lines: Sequence[Line] | None) -> Report:
-    """Sums of the accesses of shared memory, and those lines that have conflicts."""
-    if lines is None:
-        return {"banks": None, "bank_lines": []}
+def _of_use(use: Use | None) -> Report:
+    """Sums of the accesses of shared memory, those lines that have conflicts, and what is not written."""
+    if use is None:
+        return {"banks": None, "bank_lines": [], "unwritten": None}
+    lines = use.lines
     names = ("accesses", "wavefronts", "conflicts")
     return {
         "banks": {name: sum(getattr(line, name) for line in lines) for name in names},
         "bank_lines": [{**dataclasses.asdict(line), "conflicts": line.conflicts} for line in lines if line.conflicts],
+        "unwritten": {"words": use.unwritten, "bytes": 4 * use.unwritten},
     }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from fagen.arch import Arch
-    from fagen.banks import Line
+    from fagen.banks import Use
     from fagen.inspection import Comparison, Inspection, Report
     from fagen.plan import KernelPlan
 
@@ -34,7 +34,7 @@ _DIFF_HELP = (
     "or, where there is no such file, from the templates of a git commit, such as HEAD~3"
 )
 _SAVE_HELP = "keep the reports, for a later --diff"
-_EMULATE_HELP = "also run each kernel once on the CPU, and count the bank conflicts of shared memory"
+_EMULATE_HELP = "also run each kernel once on the CPU, and count bank conflicts and unwritten words of shared memory"
 _NAMES = "instructions.names."  # before the path of a single instruction
 _MOST_NAMES = 10
 _MOST_LINES = 6
@@ -67,15 +67,15 @@ def inspect(
     every = list(dict.fromkeys([*kernels, *other_kernels]))
     with output.progress("compiling", len(every)) as step:
         artifacts = dict(zip(every, builder.build(every, jobs=jobs, on_done=lambda it: step(it.slug)), strict=True))
-    accesses = _accesses(list(plans_of)) if emulate else {}
-    this = inspection.inspect(kernels, [artifacts[kernel] for kernel in kernels], accesses)
+    uses = _uses(list(plans_of)) if emulate else {}
+    this = inspection.inspect(kernels, [artifacts[kernel] for kernel in kernels], uses)
     if save is not None:
         inspection.save(save, this)
     if saved is None and others:
-        found = inspection.inspect(other_kernels, [artifacts[kernel] for kernel in other_kernels], accesses)
+        found = inspection.inspect(other_kernels, [artifacts[kernel] for kernel in other_kernels], uses)
         saved = list(found.reports)
     if revision is not None and emulate:
-        lacking = f"bank conflicts are not counted with the templates of {revision}, whose emulator may be another"
+        lacking = f"--emulate counts nothing with the templates of {revision}, whose emulator may be another"
         this = dataclasses.replace(this, notes=(*this.notes, lacking))
     comparison = None if saved is None else inspection.compare(saved, this.reports)
     if as_json:
@@ -126,11 +126,11 @@ def _of_revision(kernels: Sequence[KernelPlan], revision: str, jobs: int | None)
     return list(inspection.inspect(kernels, artifacts).reports)
 
 
-def _accesses(variants: Sequence[tuple[AttentionSpec, Arch]]) -> dict[KernelPlan, tuple[Line, ...]]:
-    """Runs all kernels emulated, with their accesses of shared memory counted."""
+def _uses(variants: Sequence[tuple[AttentionSpec, Arch]]) -> dict[KernelPlan, Use]:
+    """Runs all kernels emulated, with their use of shared memory counted."""
     from fagen import banks  # which computes
 
-    found: dict[KernelPlan, tuple[Line, ...]] = {}
+    found: dict[KernelPlan, Use] = {}
     with output.progress("emulating", len(variants)) as step:
         for spec, arch in variants:
             found |= banks.count(spec, arch)
@@ -197,6 +197,8 @@ def _bank_rows(report: Report) -> Iterator[tuple[str, str]]:
     left_out = len(report["bank_lines"][_MOST_LINES:])
     if left_out:
         yield "", f"        and at {left_out} more lines, which --json names"
+    words, size = report["unwritten"]["words"], output.size(report["unwritten"]["bytes"])
+    yield "unwritten", f"{words} words of the shared memory of a block, {size}" if words else "none"
 
 
 def _of_class(name: str, names: dict[str, int]) -> str:

@@ -287,6 +287,7 @@ struct Block {
 };
 
 static thread_local Fiber* current = nullptr;
+static void (*block_ended)(const Block&) = nullptr;  // told of each block that ended well, by banks.hpp.j2 alone
 
 // ---- Faults ----
 
