@@ -145,8 +145,8 @@ def test_hopper_backwards_overlap_their_products() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_plain_hopper_backwards_keep_all_in_registers(causal: bool) -> None:
-    """Nothing spills, but for up to 32 bytes of causal ones: an address or two, stored before the loop over steps and read
-    again in it."""
+    """Nothing spills, but for up to 32 bytes of causal ones: an address or two, stored before the loop over steps and
+    read again in it."""
     plain = [AttentionSpec(head_dim=head_dim, causal=causal, backward=True) for head_dim in (64, 128, 192, 256)]
     compiled = hopper_backwards(plain)
     assert len(compiled) == 4
