@@ -649,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 stats = params.stats + (stats_row(head) + m0) * 2;
             }
         }
-};
+    };
     auto load_gradients = [&] {
         int head = first_head, m0 = m_first * TILE_M;
         const float* delta = params.delta + (stats_row(head) + m0) * 1;
@@ -668,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 delta = params.delta + (stats_row(head) + m0) * 1;
             }
         }
-};
+    };
 
     const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;  // -1: the producer
     if (warpgroup < 0) {
@@ -723,7 +723,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         }
         return part;
     };
-const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;  // fragments, as they lie in the sum
+    const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;  // fragments, as they lie in the sum
     Part part;  // of the step before
     auto await_part = [&] {  // the last part has left
         if (lane == 0) tma_store_wait_read<0>();
@@ -748,7 +748,7 @@ const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;  // fragments, as they lie i
     if (steps > 0) {
         mbarrier_wait(KV_full, 0);
     }
-for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < steps; ++step) {
         const u32 stage = step % STAGES, parity = step / STAGES % 2;
         const u32 Q_tile = Q_smem + uniform(stage) * Q_BYTES, dO_tile = dO_smem + uniform(stage) * DO_BYTES;
         [[maybe_unused]] const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
@@ -800,7 +800,7 @@ for (int step = 0; step < steps; ++step) {
                                           dO_rows + k_major_step(TILE_M, d), true);
         }
         wgmma_commit();
-wgmma_wait<1>();
+        wgmma_wait<1>();
         wgmma_hold(S_rmem[0]);
 
         // >>> sm90/probabilities.cuh.j2
@@ -869,7 +869,7 @@ wgmma_wait<1>();
                 const int col = col0 + r * 8;
                 first[r] = col >= seqlen_k ? TILE_M : col - offset - row0;
             }
-            #pragma unroll
+#pragma unroll
             for (int k = 0; k < M_STEPS; ++k) {
                 float p[2][4];
 #pragma unroll
@@ -893,7 +893,7 @@ wgmma_wait<1>();
                 P_rmem[k][3] = pack_bf16(p[1][2], p[1][3]);
             }
         } else {
-            #pragma unroll
+#pragma unroll
             for (int k = 0; k < M_STEPS; ++k) {
                 float p[2][4];
 #pragma unroll
@@ -927,7 +927,7 @@ wgmma_wait<1>();
         for (int k = 0; k < M_STEPS; ++k)
             wgmma_m64n128k16_bf16_rs<1>(dV_rmem, P_rmem[k], dO_matrix + mn_major_step(k), true);
         wgmma_commit();
-wgmma_wait<1>();
+        wgmma_wait<1>();
         wgmma_hold(dP_rmem[0]);
 
         // >>> sm90/score_gradient.cuh.j2
@@ -962,7 +962,7 @@ wgmma_wait<1>();
         fence_proxy_async();
         __syncwarp();
         release(dS_full);
-add_part();
+        add_part();
 
         mbarrier_wait(dS_full, step % 2);
         // dQ = dS^T K
@@ -985,7 +985,7 @@ add_part();
             m0 = m_first * TILE_M;
             ++head;
         }
-}
+    }
     auto finish_part = [&] {
         wgmma_wait<0>();
         wgmma_hold(dQ_rmem);
@@ -1022,7 +1022,7 @@ add_part();
             stmatrix_x4(chunk_address(V_smem, d), packed);
         }
     }
-fence_proxy_async();
+    fence_proxy_async();
     named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
     if (thread == 0) {
         if (params.d_k) {
@@ -1037,7 +1037,7 @@ fence_proxy_async();
                 store_box(params.d_v_map, block * BLOCK_COLUMNS, n0 + warpgroup * 64, kv_head, batch,
                           V_smem + (block * TILE_N + warpgroup * 64) * ROW_BYTES);
         }
-tma_store_commit();
+        tma_store_commit();
     }
     if (lane == 0) tma_store_wait_read<0>();  // before the block's shared memory goes
 }

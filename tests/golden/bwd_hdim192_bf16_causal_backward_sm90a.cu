@@ -735,7 +735,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 stats = params.stats + (stats_row(head) + m0) * 2;
             }
         }
-};
+    };
     auto load_gradients = [&] {
         int head = first_head, m0 = m_first * TILE_M;
         const float* delta = params.delta + (stats_row(head) + m0) * 1;
@@ -754,7 +754,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 delta = params.delta + (stats_row(head) + m0) * 1;
             }
         }
-};
+    };
 
     const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;  // -1: the producer
     if (warpgroup < 0) {
@@ -801,13 +801,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         }
         return part;
     };
-Part part;  // of the step before
+    Part part;  // of the step before
 
     int head = first_head, m0 = m_first * TILE_M;
     if (steps > 0) {
         mbarrier_wait(KV_full, 0);
     }
-if (warpgroup == 0) {
+    if (warpgroup == 0) {
         float S_rmem[M_FRAGS][S_FRAGS][4];  // S, then P, keys by queries
         float dQ_rmem[16][4] = {};
         float dV_rmem[2 * DIM_V_STEPS][4] = {};
@@ -858,7 +858,7 @@ if (warpgroup == 0) {
                 log2_sum[j][0] = pair[1];
                 log2_sum[j][1] = pair[3];
             }
-    wgmma_wait<0>();
+            wgmma_wait<0>();
             wgmma_hold(S_rmem[0]);
 
             // >>> sm90/probabilities.cuh.j2
@@ -883,7 +883,7 @@ if (warpgroup == 0) {
                     const int col = col0 + r * 8;
                     first[r] = col >= seqlen_k ? TILE_M : col - offset - row0;
                 }
-                #pragma unroll
+#pragma unroll
                 for (int k = 0; k < M_STEPS; ++k) {
                     float p[2][4];
 #pragma unroll
@@ -903,7 +903,7 @@ if (warpgroup == 0) {
                     P_rmem[k][3] = pack_bf16(p[1][2], p[1][3]);
                 }
             } else {
-                #pragma unroll
+#pragma unroll
                 for (int k = 0; k < M_STEPS; ++k) {
                     float p[2][4];
 #pragma unroll
@@ -922,7 +922,7 @@ if (warpgroup == 0) {
                 }
             }
 
-    named_barrier_sync(P_EMPTY, 256);
+            named_barrier_sync(P_EMPTY, 256);
 #pragma unroll
             for (int j = 0; j < S_FRAGS; ++j) {
                 const u32 bits[4] = {float_bits(S_rmem[0][j][0]), float_bits(S_rmem[0][j][1]), float_bits(S_rmem[0][j][2]),
@@ -939,7 +939,7 @@ if (warpgroup == 0) {
             for (int k = 0; k < M_STEPS; ++k)
                 wgmma_m64n192k16_bf16_rs<1>(dV_rmem, P_rmem[k], dO_matrix + mn_major_step(k), true);
             wgmma_commit();
-    // All threads say that they have read the statistics: of what other lanes of a warp did, racecheck does not learn.
+            // All threads say that they have read the statistics: of what other lanes of a warp did, racecheck does not learn.
             fence_proxy_async();
             mbarrier_arrive(Q_empty + 8 * stage);
 
@@ -951,7 +951,7 @@ if (warpgroup == 0) {
             for (int k = 1; k < N_STEPS; ++k)
                 wgmma_m64n128k16_bf16_ss<1, 1>(dQ_rmem, dS_matrix + mn_major_step(k), K_matrix + mn_major_step(k), true);
             wgmma_commit();
-    wgmma_wait<1>();
+            wgmma_wait<1>();
             wgmma_hold(dV_rmem);
             release(dO_empty + 8 * stage);
             part = part_of_step(head, m0);
@@ -1025,7 +1025,7 @@ if (warpgroup == 0) {
             float deltas[S_FRAGS][2];
 #pragma unroll
             for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * quad + j * MMA_N) * 4);
-    named_barrier_sync(P_FULL, 256);
+            named_barrier_sync(P_FULL, 256);
             float S_rmem[M_FRAGS][S_FRAGS][4];
 #pragma unroll
             for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x4(S_rmem[0][j], P_lane + j * 128 * 16);
@@ -1057,7 +1057,7 @@ if (warpgroup == 0) {
             fence_proxy_async();
             __syncwarp();
             release(dS_full);
-    mbarrier_arrive(dO_empty + 8 * stage);
+            mbarrier_arrive(dO_empty + 8 * stage);
 
             mbarrier_wait(Q_full + 8 * stage, parity);
             // dK += dS Q
@@ -1076,7 +1076,7 @@ if (warpgroup == 0) {
             for (int k = 1; k < N_STEPS; ++k)
                 wgmma_m64n64k16_bf16_ss<1, 1>(dQ_rmem, dS_matrix + mn_major_step(k), K_matrix + mn_major_step(k), true);
             wgmma_commit();
-    wgmma_wait<1>();
+            wgmma_wait<1>();
             wgmma_hold(dK_rmem);
             release(Q_empty + 8 * stage);
             part = part_of_step(head, m0);
