@@ -313,7 +313,7 @@ def test_operator(used: bool) -> None:
         torch.tensor([3, 7], dtype=torch.int32) if used else None,
         None,
     ]
-    arguments = (spec.model_dump_json(), "", None, None, None, [], [], sequences, 5, 7, None, None)
+    arguments = (spec.model_dump_json(), "", None, None, None, [], [], [], sequences, 5, 7, None, None)
     torch.library.opcheck(torch.ops.fagen.forward, (q, k, v, *arguments))
 
 
