@@ -314,6 +314,7 @@ def test_operator(used: bool) -> None:
         None,
     ]
     arguments = (spec.model_dump_json(), "", None, None, None, [], [], [], sequences, 5, 7, None, None)
+    fagen.load(spec, emulate=True)  # the operators exist from here on
     torch.library.opcheck(torch.ops.fagen.forward, (q, k, v, *arguments))
 
 
