@@ -511,6 +511,11 @@ __device__ constexpr u32 tile_bytes(int rows, int columns) {
     return (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS * rows * ROW_BYTES;
 }
 
+constexpr u32 FULL_WARP = 0xffffffffu;
+
+// `x`, the same in all lanes, for the uniform registers: descriptors of products are computed and read there.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(FULL_WARP, x, 0); }
+
 // Descriptors of such a tile (PTX ISA, "Matrix descriptor"): address, leading and stride offset in 16-byte units. The
 // stride offset goes from 8 rows to the next; the leading one, for MN-major operands, from one column block to the next.
 constexpr u64 SWIZZLE_128B = 1ull << 62;
@@ -587,7 +592,6 @@ constexpr u32 BARRIERS_OFFSET = DELTA_OFFSET + STAGES * DELTA_BYTES;
 static_assert(BARRIERS_OFFSET + 8 * (3 + 4 * STAGES) == 149080, "shared memory");
 
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
-constexpr u32 FULL_WARP = 0xffffffffu;
 constexpr u32 CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;  // named barriers: of all that compute, and one of each
 
 // >>> common/philox.cuh.j2
@@ -609,9 +613,6 @@ __device__ __forceinline__ void philox4x32(u32 (&counter)[4], u32 key0, u32 key1
 // >>> common/statistics.cuh.j2
 // Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
 __device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
-
-// `x`, the same in all lanes, for the uniform registers: descriptors of products are computed and read there.
-__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(FULL_WARP, x, 0); }
 
 // Zeros instead of the first `count` rows of a tile, which nobody sees: 0 * NaN must not arise. By all that compute.
 template <int ROWS, int COLUMNS>

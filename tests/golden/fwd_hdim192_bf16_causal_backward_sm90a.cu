@@ -461,6 +461,11 @@ __device__ constexpr u32 tile_bytes(int rows, int columns) {
     return (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS * rows * ROW_BYTES;
 }
 
+constexpr u32 FULL_WARP = 0xffffffffu;
+
+// `x`, the same in all lanes, for the uniform registers: descriptors of products are computed and read there.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(FULL_WARP, x, 0); }
+
 // Descriptors of such a tile (PTX ISA, "Matrix descriptor"): address, leading and stride offset in 16-byte units. The
 // stride offset goes from 8 rows to the next; the leading one, for MN-major operands, from one column block to the next.
 constexpr u64 SWIZZLE_128B = 1ull << 62;
@@ -512,15 +517,11 @@ static_assert(WORK_OFFSET % 16 == 0 && WORK_OFFSET + 32 <= 196720, "shared memor
 
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
-constexpr u32 FULL_WARP = 0xffffffffu;
 constexpr u32 WARPGROUP_BARRIER = 1;  // named barriers of the warpgroups' own, one each
 
 // >>> common/statistics.cuh.j2
 // Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
 __device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
-
-// `x`, the same in all lanes, for the uniform registers: descriptors of products are computed and read there.
-__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(FULL_WARP, x, 0); }
 
 // One tile of the problem, and the keys that some query of it sees: [key_begin, key_end), in `steps` steps.
 struct Work {
