@@ -31,8 +31,13 @@ class _MmaFamily(Protocol):
 _WITHOUT_PRODUCTS = ("combine", "bwd_delta")  # one template for all cards
 
 
+def _shapes(packed: bool) -> tuple[str, str]:
+    """Those of q and of k, but for the head dim."""
+    return ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
+
+
 def _input_fields(packed: bool) -> tuple[Field, ...]:
-    q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
+    q, k = _shapes(packed)
     return (
         Field("q", "const u16*", f"{q}D), strides in elements below"),
         Field("k", "const u16*", f"{k}D)"),
@@ -130,13 +135,19 @@ _HEADS_A_GROUP = Field("heads_a_group", "int", "query heads whose tiles lie side
 _SEQUENCES = Field("batch", "int", "sequences")
 
 
-def _hopper_forward_fields(packed: bool, counts_tiles: bool, in_groups: bool) -> tuple[Field, ...]:
-    q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
+def _map_fields(packed: bool) -> tuple[Field, ...]:
+    q, k = _shapes(packed)
     return (
         Field("q_map", "const TensorMap", f"{q}D)"),
         Field("k_map", "const TensorMap", f"{k}D)"),
         Field("v_map", "const TensorMap", f"{k}Dv)"),
-        Field("o_map", "TensorMap", f"{q}Dv)"),
+    )
+
+
+def _hopper_forward_fields(packed: bool, counts_tiles: bool, in_groups: bool) -> tuple[Field, ...]:
+    return (
+        *_map_fields(packed),
+        Field("o_map", "TensorMap", f"{_shapes(packed)[0]}Dv)"),
         _lse_field(packed),
         *_sizes(packed, "heads_q"),
         *((*_PACKED_FIELDS, _TOTAL_Q, _SEQUENCES) if packed else (Field("tiles", "int", "of all heads"),)),
@@ -194,12 +205,9 @@ def _key_gradient_fields(packed: bool, *, with_sum: bool) -> tuple[Field, ...]:
 
 
 def _hopper_gradient_fields(packed: bool) -> tuple[Field, ...]:
-    q, k = ("(Tq, Hq, ", "(Tk, Hk, ") if packed else ("(B, Sq, Hq, ", "(B, Sk, Hk, ")
     return (
-        Field("q_map", "const TensorMap", f"{q}D)"),
-        Field("k_map", "const TensorMap", f"{k}D)"),
-        Field("v_map", "const TensorMap", f"{k}Dv)"),
-        Field("d_o_map", "const TensorMap", f"{q}Dv)"),
+        *_map_fields(packed),
+        Field("d_o_map", "const TensorMap", f"{_shapes(packed)[0]}Dv)"),
         Field("d_k_map", "TensorMap", "of d_k, where that is not null"),
         Field("d_v_map", "TensorMap", "of d_v, where that is not null"),
         *_KEY_GRADIENTS,

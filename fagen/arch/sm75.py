@@ -6,7 +6,7 @@ What the tiles are argued from, by count, is in docs/turing.md: nobody has measu
 from __future__ import annotations
 
 from fagen.arch import KIB, Arch
-from fagen.arch.sm80 import ELEMENT_BYTES, backward_smem_bytes, dq_smem_bytes, padded, smem_bytes
+from fagen.arch.sm80 import ELEMENT_BYTES, backward_smem_bytes, dq_smem_bytes, first_that_fits, padded, smem_bytes
 from fagen.arch.tiles import BackwardTile, TileConfig
 from fagen.spec import AttentionSpec
 
@@ -71,11 +71,7 @@ def backward_tile(spec: AttentionSpec, arch: Arch) -> BackwardTile:
 
     Many keys a block, for each block of keys adds a whole dQ to the float32 sum; few queries a step.
     """
-    widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    for limit, tile in _BACKWARD_TILES:
-        if widest <= limit and backward_smem_bytes(spec, tile) <= arch.smem_limit:
-            return tile
-    raise AssertionError(f"no backward tile for {spec.slug} on {arch.name}")
+    return first_that_fits(_BACKWARD_TILES, spec, arch, backward_smem_bytes)
 
 
 _BACKWARD_TILES = (
@@ -89,11 +85,7 @@ _BACKWARD_TILES = (
 
 def dq_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile of the ordered dQ kernel of `spec`: the first of the table that 64 KiB hold, by the wider head dim."""
-    widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    for limit, tile in _DQ_TILES:
-        if widest <= limit and dq_smem_bytes(spec, tile) <= arch.smem_limit:
-            return tile
-    raise AssertionError(f"no tile of dQ for {spec.slug} on {arch.name}")
+    return first_that_fits(_DQ_TILES, spec, arch, dq_smem_bytes)
 
 
 _DQ_TILES = (

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from fagen.arch import KIB, Arch
 from fagen.arch.tiles import BackwardTile, TileConfig
 from fagen.spec import AttentionSpec
+
+AnyTile = TypeVar("AnyTile")
 
 # Primitives that the family's templates call, in `templates/ptx/` for a card and `templates/emulate/` for a CPU.
 PRIMITIVES = ("types", "shared", "global", "ldmatrix", "mma", "cp_async", "convert", "math")
@@ -51,27 +56,34 @@ def dq_smem_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
     return tile.tile_m * (row + ROW_STATISTICS_BYTES) + tile.stages * tile.tile_n * row
 
 
+def first_that_fits(
+    tiles: Iterable[tuple[int, AnyTile]],
+    spec: AttentionSpec,
+    arch: Arch,
+    smem_bytes: Callable[[AttentionSpec, AnyTile], int],
+) -> AnyTile:
+    """Of a table of widest head dims and tiles the first tile that serves those of `spec` and that `arch` holds."""
+    widest = max(padded(spec.head_dim), padded(spec.dim_v))
+    for limit, tile in tiles:
+        if widest <= limit and smem_bytes(spec, tile) <= arch.smem_limit:
+            return tile
+    raise AssertionError(f"no tile for {spec.slug} on {arch.name}")
+
+
 def dq_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile of the ordered dQ kernel of `spec` on `arch`: the first of the table that its shared memory holds."""
-    for tile in _DQ_TILES:
-        if dq_smem_bytes(spec, tile) <= arch.smem_limit:
-            return tile
-    raise AssertionError(f"no tile of dQ for {spec.slug} on {arch.name}")
+    return first_that_fits(_DQ_TILES, spec, arch, dq_smem_bytes)
 
 
 _DQ_TILES = (
-    TileConfig(tile_m=64, tile_n=64, warps=4, stages=2, blocks_per_sm=1),
-    TileConfig(tile_m=64, tile_n=32, warps=4, stages=1, blocks_per_sm=1),
+    (256, TileConfig(tile_m=64, tile_n=64, warps=4, stages=2, blocks_per_sm=1)),
+    (256, TileConfig(tile_m=64, tile_n=32, warps=4, stages=1, blocks_per_sm=1)),
 )
 
 
 def backward_tile(spec: AttentionSpec, arch: Arch) -> BackwardTile:
     """The tile of the main backward kernel of `spec` on `arch`: the first of the table that its shared memory holds."""
-    widest = max(padded(spec.head_dim), padded(spec.dim_v))
-    for limit, tile in _BACKWARD_TILES:
-        if widest <= limit and backward_smem_bytes(spec, tile) <= arch.smem_limit:
-            return tile
-    raise AssertionError(f"no backward tile for {spec.slug} on {arch.name}")
+    return first_that_fits(_BACKWARD_TILES, spec, arch, backward_smem_bytes)
 
 
 # Widest head dim, tile. Ratios are of the time of PyTorch's FA2 backward on one H200, bf16, causal, 16384 tokens.

@@ -9,7 +9,18 @@ import typer
 
 from fagen import build as builder
 from fagen.cli import output
-from fagen.cli.options import ArchOption, EmulateOption, JsonOption
+from fagen.cli.options import (
+    CALL_PANEL,
+    ArchOption,
+    BatchOption,
+    EmulateOption,
+    HeadsKOption,
+    HeadsOption,
+    JsonOption,
+    KeysOption,
+    QueriesOption,
+    SeedOption,
+)
 from fagen.cli.specs import takes_specs
 from fagen.cli.targets import planner, resolve_archs
 from fagen.errors import LaunchError
@@ -22,30 +33,24 @@ if TYPE_CHECKING:
     from fagen.check_decode import DecodeCall, DecodeCheckResult
     from fagen.plan import KernelPlan
 
-_PANEL = "Call"
-
-
-def _size(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar="N", help=f"{what}; default: chosen", rich_help_panel=_PANEL)
-
 
 @takes_specs
 def check(
     specs: list[AttentionSpec],
     arch: ArchOption = None,
     emulate: EmulateOption = False,
-    batch: Annotated[int | None, _size("--batch", "sequences")] = None,
-    heads: Annotated[int | None, _size("--heads", "heads of q")] = None,
-    heads_k: Annotated[int | None, _size("--heads-k", "heads of k and v, a divisor of --heads")] = None,
-    seqlen_q: Annotated[int | None, _size("--seqlen-q", "queries a sequence")] = None,
-    seqlen_k: Annotated[int | None, _size("--seqlen-k", "keys a sequence")] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="of the random inputs", rich_help_panel=_PANEL)] = 0,
+    batch: BatchOption = None,
+    heads: HeadsOption = None,
+    heads_k: HeadsKOption = None,
+    seqlen_q: QueriesOption = None,
+    seqlen_k: KeysOption = None,
+    seed: SeedOption = 0,
     decode: Annotated[
         bool,
         typer.Option(
             "--decode",
             help="with --split-kv: few queries, a grid of batches, heads, keys and splits; a size given fixes its axis",
-            rich_help_panel=_PANEL,
+            rich_help_panel=CALL_PANEL,
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fagen import stages
 from fagen.cli import output
-from fagen.cli.options import ArchOption, EmulateOption, JsonOption
+from fagen.cli.options import (
+    ArchOption,
+    BatchOption,
+    EmulateOption,
+    HeadsKOption,
+    HeadsOption,
+    JsonOption,
+    KeysOption,
+    QueriesOption,
+    SeedOption,
+)
 from fagen.cli.specs import takes_specs
 from fagen.cli.targets import resolve_archs
 from fagen.errors import SpecError
@@ -18,16 +28,11 @@ from fagen.spec import AttentionSpec
 if TYPE_CHECKING:
     from fagen.trace import Block, Stage, Trace
 
-_PANEL = "Call"
 _BLOCK_HELP = (
     "the block of this head and tile of queries, for bwd of this head of k and v and tile of keys; "
     "default: the one that computes the worst element"
 )
 _TILE_HELP = "only this step of the block: a tile of keys, for bwd of queries; default: all"
-
-
-def _size(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar="N", help=f"{what}; default: chosen", rich_help_panel=_PANEL)
 
 
 @takes_specs
@@ -47,12 +52,12 @@ def trace(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="heat maps of all stages (pip install 'fagen[bench]')")
     ] = None,
-    batch: Annotated[int | None, _size("--batch", "sequences")] = None,
-    heads: Annotated[int | None, _size("--heads", "heads of q")] = None,
-    heads_k: Annotated[int | None, _size("--heads-k", "heads of k and v, a divisor of --heads")] = None,
-    seqlen_q: Annotated[int | None, _size("--seqlen-q", "queries a sequence")] = None,
-    seqlen_k: Annotated[int | None, _size("--seqlen-k", "keys a sequence")] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="of the random inputs", rich_help_panel=_PANEL)] = 0,
+    batch: BatchOption = None,
+    heads: HeadsOption = None,
+    heads_k: HeadsKOption = None,
+    seqlen_q: QueriesOption = None,
+    seqlen_k: KeysOption = None,
+    seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Compares what one block of a kernel computes on the way with float64, on the GPU if there is one, else emulated.
