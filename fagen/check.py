@@ -49,6 +49,9 @@ ELEMENT_FACTOR = 10.0
 GRADIENT_ELEMENT_FACTOR = 2.0
 CANCELLATION_FACTOR = 2.0
 
+# Standard deviations of the error that delta has from the rounding of o, which dS of a key with all the weight has too.
+DELTA_FACTOR = 4.0
+
 # Root mean square below which a gradient of unit-normal inputs is taken as this large: with one key a row, dP and delta
 # are equal, and what is left of them in float32 is no error to speak of.
 VANISHING = 1e-3
@@ -372,11 +375,13 @@ def compare_lse(lse: Tensor, expected: Tensor) -> Comparison:
     return Comparison(float(difference[b, h, i]), float(bound[b, h, i]), elementwise, worst, elementwise <= 1)
 
 
-def compare_gradient(x: Tensor, expected: Tensor, budget: float, seen: Tensor) -> Comparison:
+def compare_gradient(
+    x: Tensor, expected: Tensor, budget: float, seen: Tensor, besides: Tensor | None = None
+) -> Comparison:
     """dq, dk or dv, (B, S, H, D) or (T, H, D), against its reference: ||x - ref|| / ||ref|| within `budget`, and every
     element within GRADIENT_ELEMENT_FACTOR budgets of its own magnitude plus the root mean square of its row, and
     CANCELLATION_FACTOR of that of the largest row. `seen` (S,) says which rows take part in the call: the others must
-    be exactly zero. NaN never passes."""
+    be exactly zero. `besides`, of x's shape, is what an element may be off by in addition. NaN never passes."""
     value = _same_shape("a gradient", x, expected)
     expected = expected.double()
     if value.dim() == 3:
@@ -387,6 +392,8 @@ def compare_gradient(x: Tensor, expected: Tensor, budget: float, seen: Tensor) -
     norm = max(float(torch.linalg.vector_norm(expected)), VANISHING * math.sqrt(expected.numel()))
     error = float(torch.linalg.vector_norm(difference)) / norm
     bound = gradient_bound(expected, budget)
+    if besides is not None:
+        bound = bound + besides
     bound = bound.masked_fill(~seen.to(bound.device)[None, :, None, None], 0.0)
     elementwise, (b, i, h, d) = _worst(difference, bound)
     worst = Worst(b, h, i, d, float(value[b, i, h, d]), float(expected[b, i, h, d]))
@@ -411,6 +418,17 @@ def compare_sum(x: Tensor, expected: Tensor, budget: float, terms: Tensor) -> Co
     elementwise, (head,) = _worst(difference, GRADIENT_ELEMENT_FACTOR * budget * (expected.abs() + terms))
     worst = Worst(0, head, 0, None, float(value[head]), float(expected[head]))
     return Comparison(error, budget, elementwise, worst, error <= budget and elementwise <= 1)
+
+
+def _error_of_delta(case: Case, inputs: Inputs) -> tuple[Tensor, ...]:
+    """What the rounding of o may do to the gradients of values: dS = P (dP - delta), where delta = sum of o dO over the
+    head dim. A row's error of delta is normal, with the unit roundoff over the root of 3 times ||o dO||; P times it,
+    summed over what a value's element serves, is the gradient of lse with that as upstream."""
+    o, _ = case.reference(inputs)
+    d_o, _ = case.upstream(inputs.q.device)
+    rows = torch.linalg.vector_norm(o * d_o.double(), dim=-1).transpose(-1, -2)  # as lse
+    deviation = torch.finfo(d_o.dtype).eps / 2 / math.sqrt(3) * rows
+    return case.reference_gradients(inputs, torch.zeros_like(d_o), DELTA_FACTOR * deviation)[3:]
 
 
 def _terms_of_sink(case: Case, inputs: Inputs) -> Tensor:
@@ -442,13 +460,16 @@ def compare_gradients(
     for name, x, ref, seen in zip(("dq", "dk", "dv"), gradients, expected, (rows, keys, keys), strict=False):
         budget = max(GRADIENT_BUDGET[case.spec.dtype], FLASH_FACTOR * flash.get(name, 0.0))
         results[name] = compare_gradient(x, ref, budget, seen)
-    for name, x, ref in zip(differentiable_values(case.spec, inputs), gradients[3:], expected[3:], strict=True):
-        of_rows, of_ref = (y[(None,) * (4 - y.dim())].transpose(1, 2) for y in (x, ref))
+    names = differentiable_values(case.spec, inputs)
+    besides = _error_of_delta(case, inputs) if names else ()
+    for name, *each in zip(names, gradients[3:], expected[3:], besides, strict=True):
         if name == "sink":
+            x, ref, _ = each
             results["dsink"] = compare_sum(x, ref, GRADIENT_BUDGET[case.spec.dtype], _terms_of_sink(case, inputs))
             continue
-        everywhere = torch.ones(of_rows.shape[1], dtype=torch.bool)
-        results[f"d{name}"] = compare_gradient(of_rows, of_ref, GRADIENT_BUDGET[case.spec.dtype], everywhere)
+        x, ref, error = (y[(None,) * (4 - y.dim())].transpose(1, 2) for y in each)
+        everywhere = torch.ones(x.shape[1], dtype=torch.bool)
+        results[f"d{name}"] = compare_gradient(x, ref, GRADIENT_BUDGET[case.spec.dtype], everywhere, error)
     return results
 
 

@@ -167,6 +167,20 @@ def test_turing_on_this_gpu(case: Case) -> None:
     judge(case, "cuda", "7.5+PTX")
 
 
+def test_a_bias_gradient_may_have_the_rounding_of_o() -> None:
+    """A row of two keys, of which one has nearly all the weight, has a dS that is little more than the error of delta
+    from o in bf16: no kernel that stores o can do better."""
+    case = by_id("hdim256_bf16_causal_bias_backward-b2h8k2-q515k515")
+    inputs, (d_o, _) = case.inputs("cpu"), case.upstream("cpu")
+    o, _ = case.reference(inputs)
+    error = ((o.bfloat16().double() - o) * d_o.double()).sum(-1).transpose(1, 2)
+    rounded = case.reference_gradients(inputs, d_o, -error)
+    expected = case.reference_gradients(inputs, d_o, None)
+    assert compare_gradients(case, inputs, rounded, expected, {})["dbias"].passed
+    wrong = (*rounded[:3], rounded[3] * 1.05)
+    assert not compare_gradients(case, inputs, wrong, expected, {})["dbias"].passed
+
+
 # ---------------------------------------------------------------- order
 
 

@@ -219,6 +219,7 @@ def test_costs_are_compared(checkout: Path) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(checkout: Path) -> None:
     """Times too; and what ends a CUDA context does not end the watch."""
+    pytest.importorskip("watchfiles")
     with Watching(checkout, ("--head-dim", "16", "--split-kv"), r"hdim16_bf16_splitkv_\w+") as watching:
         first = watching.verdict("right")
         assert re.search(r"^  time +[\d.]+ \w+$", first, re.M) and "emulated" not in first
