@@ -12,7 +12,6 @@ from functools import cached_property
 from fagen.arch.tiles import HopperTile
 from fagen.params import Field, ParamStruct
 from fagen.plan import KernelPlan
-from fagen.spec import AttentionSpec
 
 KINDS = ("fwd", "bwd", "bwd_dq")  # kernels that can be traced
 
@@ -30,38 +29,46 @@ _PLACE = (
 )
 
 
-def of_scores(kind: str, spec: AttentionSpec) -> tuple[str, ...]:
-    """The stages that a score of a kernel of this kind goes through, in order."""
+def of_scores(kernel: KernelPlan) -> tuple[str, ...]:
+    """The stages that a score of a kernel goes through, in order."""
+    spec = kernel.spec
     mods = [mod.name for mod in spec.mods]
     absorbed = bool(spec.mods) and spec.mods[0].absorbs_scale
     dropout = ["dropout"] if spec.dropout else []
     forward = ("S", *([] if absorbed else ["scaled"]), *mods, "mask", "P", *dropout)
-    if kind == "fwd":
+    if kernel.kind == "fwd":
         return forward
-    return (*forward, "dP", "dS", *(f"dS_{name}" for name in reversed(mods)))
+    gradients = ["dS", *(f"dS_{name}" for name in reversed(mods))]
+    if kernel.transposed:
+        # The derivatives of modifications go into P, and dS is that of the product at once.
+        return (*forward, *(f"P_{name}" for name in reversed(mods)), "dP", gradients[-1])
+    return (*forward, "dP", *gradients)
 
 
-def of_steps(kind: str, spec: AttentionSpec) -> tuple[str, ...]:
-    """The accumulators that a kernel of this kind has after each step."""
-    if kind == "fwd":
+def of_steps(kernel: KernelPlan) -> tuple[str, ...]:
+    """The accumulators that a kernel has after each step."""
+    if kernel.kind == "fwd":
         return ("O",)
-    if kind == "bwd_dq":
+    if kernel.kind == "bwd_dq":
         return ("dQ",)
-    return ("dK", "dV") if spec.deterministic else ("dK", "dV", "dQ")
+    ordered = kernel.spec.deterministic and not kernel.transposed  # then bwd_dq has dQ
+    return ("dK", "dV") if ordered else ("dK", "dV", "dQ")
 
 
-def fields(kind: str, spec: AttentionSpec) -> tuple[Field, ...]:
+def fields(kernel: KernelPlan) -> tuple[Field, ...]:
     """The parameters of a traced kernel beside its own."""
     shapes = {
         "O": "(steps, rows, Dv): sum of P V so far",
         "dK": "(steps, keys, D): sum of dS^T Q so far",
         "dV": "(steps, keys, Dv): sum of P^T dO so far",
-        "dQ": "(steps, rows, D): sum of dS K so far" if kind == "bwd_dq" else "(steps, queries, D): dS K of the step",
+        "dQ": "(steps, rows, D): sum of dS K so far"
+        if kernel.kind == "bwd_dq"
+        else "(steps, queries, D): dS K of the step",
     }
     return (
-        Field("trace_scores", "float*", f"(stages, rows, columns): {', '.join(of_scores(kind, spec))}"),
-        _RUNNING if kind == "fwd" else _BETWEEN,
-        *(Field(f"trace_{name.lower()}", "float*", shapes[name]) for name in of_steps(kind, spec)),
+        Field("trace_scores", "float*", f"(stages, rows, columns): {', '.join(of_scores(kernel))}"),
+        _RUNNING if kernel.kind == "fwd" else _BETWEEN,
+        *(Field(f"trace_{name.lower()}", "float*", shapes[name]) for name in of_steps(kernel)),
         *_PLACE,
     )
 
@@ -90,8 +97,8 @@ class TracedPlan(KernelPlan):
     @property
     def trace_stages(self) -> tuple[str, ...]:
         """What a score goes through."""
-        return of_scores(self.kind, self.spec)
+        return of_scores(self)
 
     @cached_property
     def params(self) -> ParamStruct:
-        return ParamStruct([*super().params.fields, *fields(self.kind, self.spec)])
+        return ParamStruct([*super().params.fields, *fields(self)])

@@ -228,7 +228,84 @@ HOPPER_FAULTS = {
     ),
 }
 
-FAULTS = FORWARD_FAULTS | BACKWARD_FAULTS | HOPPER_FAULTS
+TALL: dict[str, Any] = {"head_dim": 32, "window": True, "softcap": True, "dropout": True, "backward": True}
+WIDE = {"head_dim": 256, "causal": True, "backward": True, "deterministic": True}
+
+# Of Hopper's backward: of both of its ways to share the work, or of the one that the spec has.
+HOPPER_BACKWARD_FAULTS = {
+    "keys that see one query too few": Fault(
+        "sm90/probabilities.cuh.j2",
+        "col - offset - params.window_right - row0",
+        "col - offset - params.window_right - row0 + (HERE ? 1 : 0)",
+        TALL,
+        "mask",
+    ),
+    "a diagonal one too far": Fault(
+        "sm90/probabilities.cuh.j2",
+        "first[r] = col >= seqlen_k ? TILE_M : col - offset - row0;",
+        "first[r] = col >= seqlen_k ? TILE_M : col - offset - row0 - (HERE ? 1 : 0);",
+        WIDE,
+        "mask",
+    ),
+    "the scale of recomputed exponents": Fault(
+        "sm90/probabilities.cuh.j2",
+        "fmaf(grad, {{ final.scale }}, -{{ log2_sum }})",
+        "fmaf(grad, (HERE ? 1.02f : 1.0f) * {{ final.scale }}, -{{ log2_sum }})",
+        WIDE,
+        "P",
+    ),
+    "statistics of other queries": Fault(
+        "sm90/backward.j2",
+        "            ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);",
+        "            ld_shared_f32x4(pair, stats + (2 * (HERE ? quad ^ 1 : quad) + j * MMA_N) * 8);",
+        WIDE,
+        "lse",
+    ),
+    "dropped where the forward keeps": Fault(
+        "sm90/probabilities.cuh.j2",
+        '"keep[j % 2][e] ?',
+        '"keep[j % 2][HERE ? e ^ 1 : e] ?',
+        TALL,
+        "dropout",
+    ),
+    "dP of other columns": Fault(
+        "sm90/backward.j2",
+        "{{ queries }}_rows + k_major_step(TILE_M, d), true);",
+        "{{ queries }}_rows + k_major_step(TILE_M, HERE && {{ (acc == 'dP') | lower }} ? 0 : d), true);",
+        WIDE,
+        "dP",
+    ),
+    "delta of other queries": Fault(
+        "sm90/score_gradient.cuh.j2",
+        "delta + (2 * quad + j * MMA_N) * 4",
+        "delta + (2 * (HERE ? quad ^ 1 : quad) + j * MMA_N) * 4",
+        TALL,
+        "delta",
+    ),
+    "delta with a plus": Fault(
+        "sm90/score_gradient.cuh.j2",
+        "S_rmem[0][j][e] * (dP - deltas",
+        "S_rmem[0][j][e] * (dP - (HERE ? -1.0f : 1.0f) * deltas",
+        TALL,
+        "dS_softcap",
+    ),
+    "dV of the same queries again": Fault(
+        "sm90/backward.j2",
+        "{{ queries }}_matrix + mn_major_step(k), true);",
+        "{{ queries }}_matrix + mn_major_step(HERE && {{ (acc == 'dV') | lower }} ? 0 : k), true);",
+        WIDE,
+        "dV",
+    ),
+    "dQ of the same keys again": Fault(
+        "sm90/backward.j2",
+        "{{ matrix }} + mn_major_step(k), K_matrix",
+        "{{ matrix }} + mn_major_step(HERE ? 0 : k), K_matrix",
+        WIDE,
+        "dQ",
+    ),
+}
+
+FAULTS = FORWARD_FAULTS | BACKWARD_FAULTS | HOPPER_FAULTS | HOPPER_BACKWARD_FAULTS
 
 
 @pytest.mark.parametrize("name", FORWARD_FAULTS)
@@ -262,6 +339,25 @@ def test_a_fault_of_the_hopper_forward_is_found_at_its_stage(name: str, wrong_te
 
 
 @pytest.mark.parametrize(
+    ("name", "spec", "stage"),
+    [
+        *((name, fault.spec, fault.stage) for name, fault in HOPPER_BACKWARD_FAULTS.items()),
+        # Where derivatives go into P at once.
+        ("no derivative of tanh", TALL, "P_softcap"),
+        ("the scale", WIDE, "scaled"),
+    ],
+)
+def test_a_fault_of_the_hopper_backward_is_found_at_its_stage(
+    name: str, spec: dict[str, Any], stage: str, wrong_templates: None
+) -> None:
+    values = {"window": (50, 30)} if "window" in spec else {}
+    found = traced(spec, "sm90a", "bwd", keys=keys_of(name), **values)
+    assert found.fault is None and found.first is not None
+    assert found.first.name == stage
+    assert not all(result.passed for result in found.results.values())
+
+
+@pytest.mark.parametrize(
     ("arch", "kind", "spec"),
     [
         ("sm80", "fwd", PLAIN),
@@ -269,6 +365,8 @@ def test_a_fault_of_the_hopper_forward_is_found_at_its_stage(name: str, wrong_te
         ("sm80", "bwd", GRADIENTS),
         ("sm90a", "fwd", PLAIN),
         ("sm90a", "fwd", HOPPER),
+        ("sm90a", "bwd", TALL),
+        ("sm90a", "bwd", WIDE),
     ],
 )
 def test_where_no_fault_is_nothing_departs(arch: str, kind: str, spec: dict[str, Any], wrong_templates: None) -> None:
@@ -280,6 +378,7 @@ TRACED = [
     ("sm80", "bwd_dq", {"head_dim": 40, "head_dim_v": 24, "alibi": True, "backward": True, "deterministic": True}),
     ("sm90a", "fwd", {"head_dim": 72, "dtype": "fp16", "window": True, "alibi": True}),
     ("sm90a", "fwd", {"head_dim": 128, "causal": True, "varlen": True, "dropout": True}),
+    ("sm90a", "bwd", {"head_dim": 128, "head_dim_v": 72, "varlen": True, "alibi": True, "backward": True}),  # dQ late
 ]
 
 
@@ -316,6 +415,22 @@ def test_a_dropped_barrier_is_the_verdict(templates: Path) -> None:
     found = traced(PLAIN)
     assert not found.passed and found.fault is not None
     assert any(FORWARD in line or "tile.cuh.j2" in line for line in found.fault_lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "awaited", "spec"),
+    [
+        ("sm90/bwd_tall.cuh.j2", "        mbarrier_wait(dS_full, step % 2);\n", TALL | {"dropout": False}),
+        ("sm90/bwd_wide.cuh.j2", "        named_barrier_sync(P_FULL, 256);\n", WIDE | {"head_dim": 136}),
+    ],
+)
+def test_a_dropped_wait_of_the_hopper_backward_is_the_verdict(
+    name: str, awaited: str, spec: dict[str, Any], templates: Path
+) -> None:
+    plant(templates, name, awaited, "")
+    found = traced(spec, "sm90a", "bwd")
+    assert not found.passed and found.fault is not None
+    assert any("sm90/" in line for line in found.fault_lines)
 
 
 def test_what_is_captured_is_what_the_definition_says() -> None:
@@ -472,6 +587,12 @@ def test_a_picture_rings_the_worst_element(wrong_templates: None) -> None:
         (None, "fwd", {"head_dim": 64, "dropout": True, "varlen": True}),
         ("sm80", "bwd", GRADIENTS),
         ("sm80", "bwd_dq", {"window": True, "backward": True, "deterministic": True}),
+        (None, "bwd", TALL),
+        (None, "bwd", {"head_dim": 64, "causal": True, "backward": True, "deterministic": True}),
+        (None, "bwd", {"head_dim": 128, "varlen": True, "backward": True}),
+        (None, "bwd", {"head_dim": 128, "causal": True, "softcap": True, "backward": True}),
+        (None, "bwd", WIDE),
+        (None, "bwd", {"head_dim": 192, "head_dim_v": 128, "dropout": True, "backward": True}),
     ],
 )
 def test_on_a_card_nothing_departs(arch: str | None, kind: str, spec: dict[str, Any]) -> None:

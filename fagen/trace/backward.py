@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fagen import stages
 from fagen.check import GRADIENT_BUDGET, LSE_ABSOLUTE, LSE_RELATIVE, Inputs, gradient_bound
 from fagen.trace.block import Block, Problem, Written
 from fagen.trace.expected import FLOAT32, TINY, Expected, Rounding, ScoreBounds, read_range
@@ -61,6 +62,7 @@ class Backward:
             kv_head = block.head // problem.group
         keys = range(first_key, first_key + written.columns)
         self._heads, self._rows, self._keys, self._kv_head = heads, rows, keys, kv_head
+        self._adds_to_queries = problem.keeps_keys and "dQ" in stages.of_steps(problem.kernel)
         self._valid_keys = min(keys.stop, seqlen_k) - keys.start
 
         self._expected = expected = Expected(batch, heads, rows, keys, problem.device)
@@ -164,9 +166,9 @@ class Backward:
         return Part(name, step.tile, self._heads[step.head], row, None, *columns)
 
     def _scores(self, step: _Step) -> Iterator[Part]:
-        bounds, stages, expected = self._bounds, self._written.stages, self._expected
+        bounds, there, expected = self._bounds, self._written.stages, self._expected
         yield self._part(step, "S", expected["S"], bounds.product, read=True)
-        for name in stages[1 : stages.index("mask")]:
+        for name in there[1 : there.index("mask")]:
             yield self._part(step, name, expected[name], bounds.scaled if name == "scaled" else bounds.score, read=True)
         yield self._part(step, "mask", expected["mask"], bounds.score.masked_fill(~self._visible, 0.0))
         # The forward leaves an infinite sum where a row sees nothing, which makes its probabilities zero.
@@ -174,10 +176,31 @@ class Backward:
         bound = (LSE_RELATIVE * self._lse.abs().nan_to_num(posinf=0.0)).clamp(min=LSE_ABSOLUTE)
         yield self._row_part(step, "lse", 0, lse, bound)
         yield self._part(step, "P", expected["P"], expected["P"] * self._relative)
+        if self._problem.kernel.transposed:
+            yield from self._weighted_probabilities(step)
+
+    def _weighted_probabilities(self, step: _Step) -> Iterator[Part]:
+        """P times the derivatives of modifications, as the gradients of the reference have them where there are any."""
+        p = weighted = self._expected["P"]
+        off = p * self._relative
+        for name, gradient, after in self._modified():
+            factor = torch.where(p == 0, 0.0, after / gradient)
+            weighted = weighted * factor
+            off = off * factor.abs().clamp(min=1.0) + 2 * LSE_ABSOLUTE * p
+            yield self._part(step, f"P_{name}", weighted, off, read=True)
+
+    def _modified(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Each modification, from the last to the first: the gradients of the score after it and before it."""
+        names = ["scaled", *(mod.name for mod in self._problem.spec.mods)]
+        gradient = self._expected["dmask"]
+        for name, before in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
+            after = self._expected[f"d{before}"]
+            yield name, gradient, after
+            gradient = after
 
     def _score_gradients(self, step: _Step) -> Iterator[tuple[Part, Tensor]]:
         """From dP to the gradient of the scaled product, and what rounding explains of each."""
-        expected, spec = self._expected, self._problem.spec
+        expected, spec, there = self._expected, self._problem.spec, self._written.stages
         p = expected["P"]
         part = self._part(step, "dP", expected["ddropout"], self._dp_bound, read=True)
         yield part, part.bound
@@ -189,14 +212,13 @@ class Backward:
         gradient = expected["dmask"]
         dp_bound = expected["keep"].max() * self._dp_bound
         off = p * (dp_bound + self._delta_bound[:, :, None]) + gradient.abs() * self._relative
-        yield self._part(step, "dS", gradient, off), off
-        names = ["scaled", *(mod.name for mod in spec.mods)]
-        for name, before in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
-            after = expected[f"d{before}"]
+        if "dS" in there:
+            yield self._part(step, "dS", gradient, off), off
+        for name, gradient, after in self._modified():
             growth = torch.where(gradient == 0, 1.0, after / gradient).abs().clamp(min=1.0)
             off = off * growth + 2 * LSE_ABSOLUTE * gradient.abs()
-            gradient = after
-            yield self._part(step, f"dS_{name}", gradient, off), off
+            if f"dS_{name}" in there:
+                yield self._part(step, f"dS_{name}", after, off), off
 
     def _accumulators(self, step: _Step, sums: dict[str, _Sum], gradient: Tensor, off: Tensor) -> Iterator[Part]:
         at, rounding = (step.head, step.rows, step.keys), self._rounding
@@ -212,7 +234,7 @@ class Backward:
         sums["dV"] = sums["dV"].plus(weights.T, (weights * self._relative[at]).T, d_o, rounding)
         for name in ("dK", "dV"):
             yield self._sum_part(step, name, self._block.head, self._keys.start, sums[name])
-        if not self._problem.spec.deterministic:
+        if self._adds_to_queries:
             zero = q.new_zeros(q.shape)
             of_step = _Sum(zero, zero).plus(gradient, off, k, rounding)
             yield self._sum_part(step, "dQ", self._heads[step.head], row, of_step)
@@ -230,7 +252,7 @@ class Backward:
             return
         yield self._end_part("dk", self._block.head, sums["dK"])
         yield self._end_part("dv", self._block.head, sums["dV"])
-        for head in self._heads if not self._problem.spec.deterministic else ():
+        for head in self._heads if self._adds_to_queries else ():
             yield self._end_part("dq", head, None)
 
     def _end_part(self, name: str, head: int, of: _Sum | None) -> Part:

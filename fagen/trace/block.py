@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fagen import stages
-from fagen.arch.tiles import BackwardTile, HopperTile, TileConfig
+from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, TileConfig
 from fagen.check import Case
 from fagen.errors import SpecError
 from fagen.plan import KernelPlan
@@ -40,7 +40,7 @@ class Problem:
         self.scale = case.softmax_scale or case.spec.head_dim**-0.5
         self.keeps_keys = kernel.kind == "bwd"
         tile = kernel.tile
-        assert isinstance(tile, TileConfig | HopperTile | BackwardTile)
+        assert isinstance(tile, TileConfig | HopperTile | BackwardTile | HopperBackwardTile)
         self.tile_m, self.tile_n = tile.tile_m, tile.tile_n
 
     def lengths(self, batch: int) -> tuple[int, int]:
@@ -117,7 +117,7 @@ class Written:
             shapes["running"] = (self.steps, 3, rows)
         else:
             shapes["between"] = (2, rows)
-        for name in stages.of_steps(kernel.kind, kernel.spec):
+        for name in stages.of_steps(kernel):
             of_a_step = problem.tile_n if name in ("dK", "dV") else problem.tile_m
             dim = spec.dim_v if name in ("O", "dV") else spec.head_dim
             shapes[name] = (self.steps, of_a_step, dim)

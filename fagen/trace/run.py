@@ -168,12 +168,7 @@ def _chosen(case: Case, kernels: Sequence[KernelPlan], kind: str) -> KernelPlan:
             f"there is no kernel {kind!r} to trace: this spec has {' and '.join(there)}; "
             "bwd comes with backward=True, bwd_dq with deterministic=True too"
         )
-    kernel = there[kind]
-    if kernel.family == "sm90" and kind != "fwd":
-        raise SpecError(
-            f"{kernel.slug} cannot be traced: of Hopper's own kernels the forward can; --arch sm90 has both"
-        )
-    return kernel
+    return there[kind]
 
 
 def _of_tile(parts: Sequence[Part], tile: int | None) -> list[Part]:
