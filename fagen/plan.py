@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from fagen.arch import Arch, sm75, sm80, sm90
 from fagen.arch.tiles import BackwardTile, HopperBackwardTile, HopperTile, LinearTile, SumTile, TileConfig
 from fagen.errors import SpecError
-from fagen.mods import SINK
+from fagen.mods import SINK, Mod
 from fagen.params import Field, ParamStruct
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import ROW_END
@@ -349,6 +349,25 @@ class KernelPlan:
         return isinstance(self.tile, HopperBackwardTile)
 
     @property
+    def mods_with_sums(self) -> tuple[Mod, ...]:
+        """The modifications of whose values the kernel adds up the gradients."""
+        if self.kind != "bwd":
+            return ()
+        deterministic = self.spec.deterministic
+        return tuple(mod for mod in self.spec.mods if mod.gradient and mod.no_gradient(deterministic) is None)
+
+    @property
+    def late_mods(self) -> tuple[Mod, ...]:
+        """The modifications up to the last of `mods_with_sums`, whose backward is for the gradient of a score."""
+        last = max((self.spec.mods.index(mod) + 1 for mod in self.mods_with_sums), default=0)
+        return self.spec.mods[:last]
+
+    @property
+    def early_mods(self) -> tuple[Mod, ...]:
+        """Those after them: a factor of the probability does as well."""
+        return self.spec.mods[len(self.late_mods) :]
+
+    @property
     def counts_tiles(self) -> bool:
         """Whether the blocks of a Hopper kernel count the tiles that they take."""
         return sm90.counts_tiles(self.spec)
@@ -472,7 +491,7 @@ def plan(spec: AttentionSpec, arch: Arch, tiles: Mapping[Kind, Tile] | None = No
         specs["combine"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, split_kv=True)
     if spec.backward:
         chosen["bwd_delta"] = LinearTile(warps=4)
-        hopper = arch.family == "sm90" and sm90.backward_unserved(spec) is None
+        hopper = arch.family == "sm90"
         chosen["bwd"] = sm90.backward_tile(spec) if hopper else tiles_of.backward_tile(spec, arch)
         # These know of head dims, the type and packing only, and so serve every spec that shares them.
         specs["bwd_delta"] = AttentionSpec(head_dim=spec.dim_v, dtype=spec.dtype, varlen=spec.varlen, backward=True)

@@ -40,8 +40,9 @@ def of_scores(kernel: KernelPlan) -> tuple[str, ...]:
         return forward
     gradients = ["dS", *(f"dS_{name}" for name in reversed(mods))]
     if kernel.transposed:
-        # The derivatives of modifications go into P, and dS is that of the product at once.
-        return (*forward, *(f"P_{name}" for name in reversed(mods)), "dP", gradients[-1])
+        # Derivatives of modifications go into P, and dS is past them at once.
+        early = [f"P_{mod.name}" for mod in reversed(kernel.early_mods)]
+        return (*forward, *early, "dP", *gradients[len(early) :])
     return (*forward, "dP", *gradients)
 
 

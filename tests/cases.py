@@ -501,7 +501,8 @@ GRADIENT_BIAS = [
         causal=True,
         deterministic=True,
     ),
-    *_gradients(256, _large(515, 515), bias=True, causal=True),
+    *_gradients(256, _at(65, 90, **_heads(4, 2)), _large(515, 515), bias=True, causal=True),
+    *_gradients(136, _at(70, 130, batch=2, **OF_HEADS), dtype="fp16", bias=True, softcap=True, dropout=True),
 ]
 
 GRADIENT_SINKS = [
@@ -709,6 +710,9 @@ HOPPER_GRADIENT_SPECS = [
     "hdim128_fp16_causal_alibi_backward",
     "hdim256_bf16_dropout_backward",
     "hdim64_bf16_bias_backward",
+    "hdim256_bf16_causal_bias_backward",
+    "hdim136_fp16_softcap_bias_dropout_backward",
+    "hdim72_hdimv40_fp16_window_softcap_alibi_bias_dropout_backward",
     "hdim64_bf16_causal_sink_backward",
     "hdim64_bf16_causal_window_softcap_alibi_dropout_backward",
     "hdim136_hdimv72_fp16_window_softcap_alibi_dropout_backward",
@@ -716,6 +720,7 @@ HOPPER_GRADIENT_SPECS = [
     "hdim72_hdimv40_bf16_window_softcap_alibi_dropout_varlen_backward",
     "hdim72_hdimv40_fp16_causal_sink_varlen_backward",
     "hdim64_bf16_causal_backward_deterministic",
+    "hdim64_bf16_causal_bias_backward_deterministic",
     "hdim72_fp16_backward_deterministic",
     "hdim64_hdimv128_bf16_backward_deterministic",
     "hdim256_bf16_causal_backward_deterministic",

@@ -19,14 +19,28 @@ BOTH = AttentionSpec(head_dim=16, causal=True, bias=True, backward=True)
 ORDERED = AttentionSpec(head_dim=16, causal=True, bias=True, backward=True, deterministic=True)
 SHAPE = (2, 4, 40, 50)  # batch, heads, queries, keys
 
+both_orders = pytest.mark.parametrize("spec", [BOTH, ORDERED], ids=lambda spec: spec.slug)
+# What `load` is told: both families emulated, and on a GPU its own.
+families = pytest.mark.parametrize("arch", ["sm80", "sm90a"])
+everywhere = pytest.mark.parametrize("arch", ["sm80", "sm90a", pytest.param("gpu", marks=pytest.mark.gpu)])
+
 
 def load(spec: AttentionSpec, arch: str = "sm80") -> fagen.Attention:
-    return fagen.load(spec, arch=arch, emulate=True)
+    attention = fagen.load(spec, arch=None if arch == "gpu" else arch, emulate=arch != "gpu")
+    if spec.backward:  # each has a backward of its own
+        main = attention.kernel(device_of(arch), "bwd")
+        assert main.family == main.arch.family
+    return attention
 
 
-def inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+def device_of(arch: str) -> str:
+    return "cuda" if arch == "gpu" else "cpu"
+
+
+def inputs(spec: AttentionSpec, arch: str = "sm80") -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, seqlen_q, seqlen_k = SHAPE
-    made = Case(spec=spec, batch=batch, heads=heads, heads_k=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k).inputs()
+    case = Case(spec=spec, batch=batch, heads=heads, heads_k=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    made = case.inputs(device_of(arch))
     return made.q, made.k, made.v
 
 
@@ -34,24 +48,27 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
-def gradients(spec: AttentionSpec, bias: Tensor, **call: Any) -> tuple[Tensor, ...]:
+def gradients(spec: AttentionSpec, bias: Tensor, arch: str, **call: Any) -> tuple[Tensor, ...]:
     """dq, dk, dv and that of the bias, of the sum of o's squares."""
-    leaves = [x.detach().requires_grad_() for x in (*inputs(spec), bias)]
+    leaves = [x.detach().requires_grad_() for x in (*inputs(spec, arch), bias)]
     with poisoned_memory():
-        o = load(spec)(*leaves[:3], bias=leaves[3], **call)
+        o = load(spec, arch)(*leaves[:3], bias=leaves[3], **call)
         return torch.autograd.grad(o.float().square().sum(), leaves)
 
 
 BROADCASTS = [SHAPE, (1, 4, 40, 50), (2, 1, 40, 50), (4, 1, 50), (2, 1, 1, 50), (40, 1), (50,), (), (1, 1, 1, 1)]
 
 
-@pytest.mark.parametrize("spec", [BOTH, ORDERED], ids=lambda spec: spec.slug)
+@everywhere
+@both_orders
 @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
-def test_a_shape_that_broadcasts_has_a_gradient_of_its_own(spec: AttentionSpec, shape: tuple[int, ...]) -> None:
+def test_a_shape_that_broadcasts_has_a_gradient_of_its_own(
+    spec: AttentionSpec, shape: tuple[int, ...], arch: str
+) -> None:
     """The sum over what it is broadcast to; and the gradients of the rest are those with the whole tensor."""
-    q, k, v = inputs(spec)
-    bias = drawn(*shape)
-    *others, d_bias = gradients(spec, bias)
+    q, k, v = inputs(spec, arch)
+    bias = drawn(*shape).to(q.device)
+    *others, d_bias = gradients(spec, bias, arch)
     assert d_bias.shape == shape and d_bias.dtype == torch.float32
     o, _ = reference.attention(q, k, v, causal=True, bias=bias)
     expected = reference.gradients(q, k, v, 2 * o, causal=True, also=["bias"], bias=bias)[3]
@@ -60,7 +77,7 @@ def test_a_shape_that_broadcasts_has_a_gradient_of_its_own(spec: AttentionSpec, 
     # What the rounding of o adds up to stands beside the scores' own gradients, of which a sum over all may be small.
     whole = reference.gradients(q, k, v, 2 * o, causal=True, also=["bias"], bias=bias.expand(SHAPE))[3]
     assert (x - ref).norm() <= 1e-2 * max(ref.norm(), whole.norm())
-    *alike, _ = gradients(spec, bias.expand(SHAPE))
+    *alike, _ = gradients(spec, bias.expand(SHAPE), arch)
     assert spec is BOTH or all(map(torch.equal, others, alike))
     if shape == SHAPE:
         assert compare_gradient(d_bias, expected, 1e-2, torch.ones(4, dtype=torch.bool)).passed
@@ -97,43 +114,47 @@ def test_a_mask_is_what_minus_infinity_is(arch: str, features: dict[str, bool]) 
     assert torch.equal(other[0], o) and torch.equal(other[1], lse)
 
 
-@pytest.mark.parametrize("spec", [BOTH, ORDERED], ids=lambda spec: spec.slug)
-def test_what_stands_where_nobody_looks(spec: AttentionSpec) -> None:
+@everywhere
+@both_orders
+def test_what_stands_where_nobody_looks(spec: AttentionSpec, arch: str) -> None:
     """NaN above the diagonal touches nothing, and has a gradient of 0."""
-    bias = drawn(*SHAPE)
-    hidden = torch.ones(40, 50, dtype=torch.bool).triu(11)
-    results = gradients(spec, bias.masked_fill(hidden, 0.0)), gradients(spec, bias.masked_fill(hidden, math.nan))
+    bias = drawn(*SHAPE).to(device_of(arch))
+    hidden = torch.ones(40, 50, dtype=torch.bool, device=bias.device).triu(11)
+    results = [gradients(spec, bias.masked_fill(hidden, value), arch) for value in (0.0, math.nan)]
     assert all(map(torch.equal, *results)) or spec is BOTH
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-5)
     assert (results[1][3][..., hidden] == 0).all()
 
 
-def test_rows_that_a_bias_hides_have_no_gradient() -> None:
-    bias = drawn(2, 1, 40, 50)
+@everywhere
+def test_rows_that_a_bias_hides_have_no_gradient(arch: str) -> None:
+    bias = drawn(2, 1, 40, 50).to(device_of(arch))
     bias[0, :, 7:9] = -math.inf
-    dq, dk, dv, d_bias = gradients(BOTH, bias)
+    dq, dk, dv, d_bias = gradients(BOTH, bias, arch)
     assert (dq[0, 7:9] == 0).all() and (d_bias[0, :, 7:9] == 0).all()
     assert all(x.isfinite().all() for x in (dq, dk, dv, d_bias))
 
 
-def test_a_fixed_order_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@families
+def test_a_fixed_order_gives_the_same_bits(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the gradient is a sum over batch entries, heads and queries, whose blocks run in any order."""
     bias = drawn(1, 1, 1, 50).bfloat16()
-    first = gradients(ORDERED, bias)
+    first = gradients(ORDERED, bias, arch)
     assert first[3].dtype == torch.bfloat16
     for seed in ("1", "2"):
         monkeypatch.setenv("FAGEN_EMULATE_SEED", seed)
-        assert all(map(torch.equal, gradients(ORDERED, bias), first))
+        assert all(map(torch.equal, gradients(ORDERED, bias, arch), first))
 
 
-@pytest.mark.parametrize("spec", [BOTH, ORDERED], ids=lambda spec: spec.slug)
-def test_only_what_needs_a_gradient_has_one(spec: AttentionSpec) -> None:
+@everywhere
+@both_orders
+def test_only_what_needs_a_gradient_has_one(spec: AttentionSpec, arch: str) -> None:
     """The bias alone; and the others alone, for which no float32 sum of a bias is taken."""
-    q, k, v = inputs(spec)
-    bias = drawn(4, 40, 50).requires_grad_()
-    attention = load(spec)
-    whole = gradients(spec, bias)
+    q, k, v = inputs(spec, arch)
+    bias = drawn(4, 40, 50).to(q.device).requires_grad_()
+    attention = load(spec, arch)
+    whole = gradients(spec, bias, arch)
     (alone,) = torch.autograd.grad(attention(q, k, v, bias=bias).float().square().sum(), bias)
     torch.testing.assert_close(alone, whole[3])
     q.requires_grad_()
@@ -141,7 +162,8 @@ def test_only_what_needs_a_gradient_has_one(spec: AttentionSpec) -> None:
     torch.testing.assert_close(dq, whole[0])
 
 
-def test_a_bias_that_comes_back_in_another_layout() -> None:
+@families
+def test_a_bias_that_comes_back_in_another_layout(arch: str) -> None:
     """Hooks on saved tensors may bring back the values of an expanded tensor as one that is not."""
     q, k, v = inputs(BOTH)
     bias = drawn(1, 1, 1, 50).expand(SHAPE)
@@ -149,15 +171,16 @@ def test_a_bias_that_comes_back_in_another_layout() -> None:
     results = []
     for unpack in (lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            o = load(BOTH)(q, k, v, bias=bias)
+            o = load(BOTH, arch)(q, k, v, bias=bias)
         results.append(torch.autograd.grad(o.float().square().sum(), q)[0])
     torch.testing.assert_close(*results)
 
 
-def test_compiled() -> None:
+@families
+def test_compiled(arch: str) -> None:
     q, k, v = inputs(BOTH)
     bias = drawn(4, 40, 50).requires_grad_()
-    attention = load(BOTH)
+    attention = load(BOTH, arch)
 
     def loss(bias: Tensor) -> Tensor:
         return attention(q, k, v, bias=2 * bias).float().square().sum()

@@ -145,7 +145,7 @@ def test_hopper_rows_have_every_feature_and_tile() -> None:
     assert any(spec.deterministic for spec in rows)
     for spec in rows:
         (family,) = [kernel.family for kernel in plan(spec, resolve("sm90a")) if kernel.kind == "bwd"]
-        assert family == ("sm80" if spec.bias else "sm90")  # a bias has its gradient there
+        assert family == "sm90"
 
 
 @pytest.mark.usefixtures("turing_kernels")

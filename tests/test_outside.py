@@ -22,7 +22,7 @@ from sessions import blocks
 import fagen
 from fagen import cli, origin, registry, render
 from fagen.arch import resolve
-from fagen.check import Case, check, differentiate
+from fagen.check import Case, CheckResult, check, differentiate
 from fagen.errors import SpecError
 from fagen.mods import MODS, CallContext, Mod, ScoreContext
 from fagen.plan import plan
@@ -31,6 +31,10 @@ from fagen.spec import AttentionSpec
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "mods"
 NAMES = sorted(path.name.removesuffix(registry.SUFFIX) for path in EXAMPLES.iterdir() if path.suffix == ".j2")
+
+# What `load` is told: both families emulated, and on a GPU its own.
+families = pytest.mark.parametrize("arch", ["sm80", "sm90a"])
+everywhere = pytest.mark.parametrize("arch", ["sm80", "sm90a", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 FRAGMENT = """
 {% set declare = {"fields": [["slant_log2", "float", "value * LOG2E"]], "eager": "scores + value * col",
@@ -68,11 +72,22 @@ def folder(path: Path, name: str = "slant", text: str = FRAGMENT) -> Path:
 # ---------------------------------------------------------------- the examples
 
 
+def check_both_ways(arch: str, head_dim: int = 32, **sizes: Any) -> CheckResult:
+    """`check` of a spec with a backward, which is that of the target's own family."""
+    features = {name: sizes.pop(name) for name in list(sizes) if isinstance(sizes[name], bool)}
+    spec = AttentionSpec(head_dim=head_dim, backward=True, **features)
+    emulate = arch != "gpu"
+    name = None if arch == "gpu" else arch
+    main = fagen.load(spec, arch=name, emulate=emulate).kernel("cpu" if emulate else "cuda", "bwd")
+    assert main.family == main.arch.family
+    return check(spec, arch=name, emulate=emulate, **sizes)
+
+
 @pytest.mark.usefixtures("examples")
+@everywhere
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_right_both_ways(name: str) -> None:
-    spec = AttentionSpec(head_dim=32, causal=True, backward=True, **{name: True})
-    result = check(spec, arch="sm80", emulate=True, batch=1, seqlen_q=70, seqlen_k=60)
+def test_an_example_is_right_both_ways(name: str, arch: str) -> None:
+    result = check_both_ways(arch, causal=True, batch=1, seqlen_q=70, seqlen_k=60, **{name: True})
     assert result.passed and list(result.gradients)[:3] == ["dq", "dk", "dv"]
 
 
@@ -85,10 +100,51 @@ def test_an_example_on_hopper(names: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("examples")
-@pytest.mark.parametrize("features", [{"split_kv": True}, {"varlen": True, "backward": True, "dropout": True}], ids=str)
-def test_the_examples_together(features: dict[str, bool]) -> None:
-    spec = AttentionSpec(head_dim=32, window=True, **features, **dict.fromkeys(NAMES, True))
+def test_the_examples_with_split_keys() -> None:
+    spec = AttentionSpec(head_dim=32, window=True, split_kv=True, **dict.fromkeys(NAMES, True))
     assert check(spec, arch="sm80", emulate=True, heads=4, heads_k=2, seqlen_q=20, seqlen_k=90).passed
+
+
+@pytest.mark.usefixtures("examples")
+@everywhere
+@pytest.mark.parametrize("features", [{"varlen": True, "dropout": True}, {"head_dim": 136, "bias": True}], ids=str)
+def test_the_examples_together(features: dict[str, Any], arch: str) -> None:
+    """Packed; and where the warpgroups of Hopper's backward share the keys."""
+    on = dict.fromkeys(("window", *NAMES), True) | features
+    assert check_both_ways(arch, heads=4, heads_k=2, seqlen_q=20, seqlen_k=90, **on).passed
+
+
+@pytest.mark.usefixtures("examples")
+@everywhere
+@pytest.mark.parametrize("head_dim", [32, 136])
+def test_what_stands_before_and_behind_a_gradient(head_dim: int, arch: str, tmp_path: Path) -> None:
+    """The gradient of a table is that of what it is added to: through a cap behind it, not through one before."""
+    text = (EXAMPLES / "softsign.cuh.j2").read_text()
+    registry.load_mods(
+        folder(tmp_path / "mods", "squash", text.replace("softsign", "squash").replace('"order": 0', '"order": 40'))
+    )
+    on = {"softsign": True, "relative": True, "squash": True}
+    assert check_both_ways(arch, head_dim, batch=1, heads=2, heads_k=1, seqlen_q=40, seqlen_k=70, **on).passed
+
+
+@pytest.mark.usefixtures("examples")
+@everywhere
+@pytest.mark.parametrize("head_dim", [64, 128, 136])
+def test_a_derivative_far_from_0(head_dim: int, arch: str) -> None:
+    """Scores of about 2250, whose references the forward leaves apart from the sums."""
+    spec = AttentionSpec(head_dim=head_dim, softsign=True, backward=True)
+    case = Case(
+        spec=spec, batch=1, heads=1, heads_k=1, seqlen_q=40, seqlen_k=70, softmax_scale=1.0, values={"softsign": 5000.0}
+    )
+    device = "cuda" if arch == "gpu" else "cpu"
+    inputs = case.inputs(device)
+    inputs.q[..., 0], inputs.k[..., 0] = 64.0, 64.0
+    d_o, _ = case.upstream(device)
+    attention = fagen.load(spec, arch=None if arch == "gpu" else arch, emulate=arch != "gpu")
+    gradients = differentiate(attention, inputs, d_o)[2]
+    for found, expected in zip(gradients, case.reference_gradients(inputs, d_o, None), strict=True):
+        x, ref = found[..., 1:], expected[..., 1:]  # what cancels in the first column has its rounding times 64
+        assert (x - ref).norm() <= 1e-2 * ref.norm()
 
 
 @pytest.mark.usefixtures("examples")
@@ -104,18 +160,19 @@ def test_the_definition_of_an_example_by_finite_differences(name: str) -> None:
 
 
 @pytest.mark.usefixtures("examples")
-def test_a_table_learns() -> None:
+@families
+def test_a_table_learns(arch: str) -> None:
     """Gradient of the table alone; in a fixed order of additions none, but the rest."""
     case = Case(spec=AttentionSpec(head_dim=32, relative=True, backward=True), seqlen_q=40, seqlen_k=50)
     inputs = case.inputs()
     table = inputs.call["relative_table"].requires_grad_()
-    o = fagen.load(case.spec, arch="sm80", emulate=True)(inputs.q, inputs.k, inputs.v, relative_table=table)
+    o = fagen.load(case.spec, arch=arch, emulate=True)(inputs.q, inputs.k, inputs.v, relative_table=table)
     (found,) = torch.autograd.grad(o.float().square().sum(), table)
     expected = case.reference_gradients(inputs, 2 * o.detach(), None)[3]
     assert found.shape == table.shape and (found - expected).norm() <= 1e-2 * expected.norm()
 
     ordered = replace(case, spec=AttentionSpec(head_dim=32, relative=True, backward=True, deterministic=True))
-    attention = fagen.load(ordered.spec, arch="sm80", emulate=True)
+    attention = fagen.load(ordered.spec, arch=arch, emulate=True)
     with pytest.raises(SpecError, match=r"in no fixed order.*relative_table\.detach\(\)"):
         attention(inputs.q, inputs.k, inputs.v, relative_table=table)
     results = [differentiate(attention, ordered.inputs(), inputs.q) for _ in range(2)]

@@ -18,6 +18,8 @@ from fagen.spec import AttentionSpec
 BOTH = AttentionSpec(head_dim=16, causal=True, sink=True, backward=True)
 SINK = torch.tensor([0.5, -math.inf, 300.0, -2.0])
 
+families = pytest.mark.parametrize("arch", ["sm80", "sm90a"])
+
 
 def inputs(spec: AttentionSpec, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
     made = Case(spec=spec, **{"batch": 2, "heads": 4, "heads_k": 2, "seqlen_q": 40, "seqlen_k": 30, **sizes}).inputs()
@@ -57,20 +59,22 @@ def test_one_part_of_the_keys_has_it(splits: int) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)
 
 
-def test_no_keys_at_all() -> None:
+@families
+def test_no_keys_at_all(arch: str) -> None:
     q, k, v = inputs(BOTH, seqlen_k=0)
     sink = SINK.clone().requires_grad_()
-    o, lse = fagen.load(BOTH, arch="sm80", emulate=True)(q, k, v, sink=sink, return_lse=True)
+    o, lse = fagen.load(BOTH, arch=arch, emulate=True)(q, k, v, sink=sink, return_lse=True)
     assert (o == 0).all() and torch.equal(lse, SINK[:, None].expand(2, 4, 40))
     (found,) = torch.autograd.grad(lse[:, :, :3].sum(), sink)
     assert torch.equal(found, torch.full((4,), 6.0))
 
 
+@families
 @pytest.mark.parametrize("compiled", [False, True])
-def test_its_gradient_alone(compiled: bool) -> None:
+def test_its_gradient_alone(compiled: bool, arch: str) -> None:
     """In its dtype, also of rows that see nothing, whose lse it is, and where no other gradient is wanted."""
     q, k, v = inputs(BOTH)
-    attention = fagen.load(BOTH, arch="sm80", emulate=True)
+    attention = fagen.load(BOTH, arch=arch, emulate=True)
 
     def loss(sink: Tensor) -> Tensor:
         o, lse = attention(q, k, v, sink=sink, return_lse=True)

@@ -379,6 +379,7 @@ TRACED = [
     ("sm90a", "fwd", {"head_dim": 72, "dtype": "fp16", "window": True, "alibi": True}),
     ("sm90a", "fwd", {"head_dim": 128, "causal": True, "varlen": True, "dropout": True}),
     ("sm90a", "bwd", {"head_dim": 128, "head_dim_v": 72, "varlen": True, "alibi": True, "backward": True}),  # dQ late
+    ("sm90a", "bwd", {"head_dim": 136, "softcap": True, "bias": True, "backward": True}),  # dS between the two
 ]
 
 

@@ -137,15 +137,6 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     return HopperTile(128, tile_n=tile_n, stages=2, q_in_registers=False, producer_registers=two)
 
 
-def backward_unserved(spec: AttentionSpec) -> str | None:
-    """Why the family has no backward for `spec`; None where it has one."""
-    if spec.bias:
-        return "gradients of scores are not at hand there as that of a bias needs them"
-    if spec.custom:
-        return "fragments from outside are for scores that lie queries by keys"
-    return None
-
-
 def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     """The tile of the main backward kernel of `spec`, by the wider of the two head dims.
 

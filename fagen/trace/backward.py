@@ -184,6 +184,8 @@ class Backward:
         p = weighted = self._expected["P"]
         off = p * self._relative
         for name, gradient, after in self._modified():
+            if f"P_{name}" not in self._written.stages:
+                break
             factor = torch.where(p == 0, 0.0, after / gradient)
             weighted = weighted * factor
             off = off * factor.abs().clamp(min=1.0) + 2 * LSE_ABSOLUTE * p
