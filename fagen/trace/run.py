@@ -186,8 +186,9 @@ def _call(problem: Problem, attention: Attention, inputs: Inputs) -> dict[str, T
     if problem.kernel.kind == "fwd":
         o, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, _poison=True, **inputs.call)
         return {"o": o, "lse": lse}
-    o, lse, (dq, dk, dv) = check.differentiate(attention, inputs, *problem.case.upstream(problem.device))
-    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    o, lse, gradients = check.differentiate(attention, inputs, *problem.case.upstream(problem.device))
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in check.differentiable_values(problem.spec, inputs)))
+    return {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}
 
 
 def _results(problem: Problem, inputs: Inputs, outputs: Mapping[str, Tensor]) -> dict[str, Comparison]:
@@ -199,7 +200,7 @@ def _results(problem: Problem, inputs: Inputs, outputs: Mapping[str, Tensor]) ->
     found = {"o": check.compare_o(outputs["o"], o, budget), "lse": check.compare_lse(outputs["lse"], lse)}
     if "dq" in outputs:
         expected = case.reference_gradients(inputs, *case.upstream(problem.device))
-        gradients = outputs["dq"], outputs["dk"], outputs["dv"]
+        gradients = tuple(x for name, x in outputs.items() if name not in found)
         found |= check.compare_gradients(case, inputs, gradients, expected, {})
     return found
 
@@ -233,8 +234,8 @@ def _trace(
     kernel = Kernel(problem.traced, artifact, problem.device.index, written.parameters)
     attention.kernels(problem.device)[problem.traced.kind] = kernel
     traced = _call(problem, attention, inputs)
-    # Blocks add to dQ in any order.
-    ordered = [name for name in outputs if name != "dq" or problem.spec.deterministic]
+    # Blocks add to dQ, and to gradients of values, in any order.
+    ordered = [name for name in outputs if name in ("o", "lse", "dk", "dv") or problem.spec.deterministic]
     same = all(torch.equal(traced[name], outputs[name]) for name in ordered)
     compared = Forward if problem.kernel.kind == "fwd" else Backward
     return list(compared(problem, block, inputs, written, traced).parts()), same
