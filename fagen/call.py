@@ -286,7 +286,7 @@ def scalars(spec: AttentionSpec, sizes: Sizes, values: Values, device: torch.dev
         if spec.paged or name not in _OF_PAGES:
             tensors[name] = None if tensor is None else index
         index += tensor is not None
-    _check_splits(spec, values.num_splits)
+    check_splits(spec, values.num_splits)
     fields |= _window(spec, values.window, sizes)
     fields |= _dropout(spec, values.dropout_p)
     return Scalars(scale, fields, tensors, made, tuple(gradients))
@@ -326,7 +326,7 @@ def check_one_place(cache_batch_idx: Any, block_table: Any) -> None:
         raise SpecError("cache_batch_idx and block_table exclude each other: both say where entries have their keys")
 
 
-def _check_splits(spec: AttentionSpec, num_splits: int | None) -> None:
+def check_splits(spec: AttentionSpec, num_splits: int | None) -> None:
     if num_splits is None:
         return
     if not spec.split_kv:

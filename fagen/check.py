@@ -140,6 +140,13 @@ class Case:
             return [self.seqlen_k * 2 // 3]
         return [self.seqlen_k * b // (self.batch - 1) for b in range(self.batch)]
 
+    @property
+    def window_sides(self) -> tuple[int, int]:
+        """Keys that a query sees on either side, -1 for no bound."""
+        if self.window is not None or not self.spec.window:
+            return self.window or (-1, -1)
+        return self.seqlen_k // 3, self.seqlen_k // 5
+
     def inputs(self, device: torch.device | str = "cpu", *, drawn_there: bool = False) -> Inputs:
         """Unit-normal q, k, v in the spec's dtype, and the arguments of the call. The same on every device, unless q, k
         and v are `drawn_there`, which takes a fraction of the time."""
@@ -169,7 +176,7 @@ class Case:
         if self.softmax_scale is not None:
             call["softmax_scale"] = self.softmax_scale
         if self.spec.window or self.window is not None:
-            call["window"] = self.window or _example_window(self)
+            call["window"] = self.window_sides
         if self.spec.dropout or self.dropout_p is not None:
             call["dropout_p"] = 0.2 if self.dropout_p is None else self.dropout_p
             call["seed"] = self.seed
@@ -217,22 +224,26 @@ class Case:
         """o (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (Tq, Hq, Dv) and (Hq, Tq), in float64."""
         call = _for_reference(inputs) | {"causal": self.spec.causal, "observe": observe}
         if self.spec.varlen:
-            k, v = inputs.k, inputs.v
-            if self.spec.paged:
-                k, v = (_from_pages(x, inputs.call["block_table"], [n for _, n in self.lengths]) for x in (k, v))
-            return reference.packed(inputs.q, k, v, **call)
+            return reference.packed(inputs.q, *self.keys_and_values(inputs), **call)
         if self.spec.split_kv:
             return self._reference_of_used(inputs, call)
         o, lse = reference.attention(inputs.q, inputs.k, inputs.v, **call)
         return o, lse
 
+    def keys_and_values(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """k and v (B, Sk, Hk, ...), or (Tk, Hk, ...), out of their pages where they are in some."""
+        if not self.spec.paged:
+            return inputs.k, inputs.v
+        table = inputs.call["block_table"].long()
+        k, v = (x[table].flatten(1, 2) for x in (inputs.k, inputs.v))  # (B, keys of all pages of an entry, Hk, ...)
+        if self.spec.varlen:
+            k, v = (torch.cat([x[b, :n] for b, (_, n) in enumerate(self.lengths)]) for x in (k, v))
+            return k, v
+        return k[:, : self.seqlen_k], v[:, : self.seqlen_k]
+
     def _reference_of_used(self, inputs: Inputs, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The same where each batch entry has its own number of keys: as packed sequences, one at a time."""
-        k, v = inputs.k, inputs.v
-        if self.spec.paged:
-            table = inputs.call["block_table"].long()
-            k, v = (x[table].flatten(1, 2)[:, : self.seqlen_k] for x in (k, v))
-        q, k, v = (x.flatten(0, 1) for x in (inputs.q, k, v))
+        q, k, v = (x.flatten(0, 1) for x in (inputs.q, *self.keys_and_values(inputs)))
         begins = torch.arange(self.batch + 1)
         o, lse = reference.packed(q, k, v, begins * self.seqlen_q, begins * self.seqlen_k, **call)
         shape = (self.batch, self.seqlen_q)
@@ -278,15 +289,6 @@ def _in_pages(k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor,
         made[table.flatten()] = padded.view(batch * each, PAGE, *x.shape[2:])
         pages.append(made)
     return pages[0], pages[1], table.int()
-
-
-def _from_pages(pages: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The first keys of each sequence, (total, H, D), from pages (pages, size, H, D) by the block table."""
-    return torch.cat([pages[row].flatten(0, 1)[:n] for row, n in zip(table.long(), lengths, strict=True)])
-
-
-def _example_window(case: Case) -> tuple[int, int]:
-    return case.seqlen_k // 3, case.seqlen_k // 5
 
 
 def lay_out(x: Tensor, layout: Layout) -> Tensor:

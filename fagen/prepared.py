@@ -31,6 +31,7 @@ from fagen.call import (
 from fagen.errors import SpecError
 from fagen.kernels import Kernel, Launch
 from fagen.launch import current_stream
+from fagen.plan import KernelPlan
 from fagen.schedule import heads_a_group, splits
 from fagen.spec import AttentionSpec
 from fagen.tensor_map import TensorMap
@@ -248,15 +249,9 @@ class Call:
         """Those of the kernels where the keys may be split, and the memory between them. One part needs but the first,
         which then makes o itself."""
         sizes = self._sizes
-        sharing = sizes.heads_q // sizes.heads_k if kernels["fwd"].plan.shares_keys else 1
-        forward = kernels["decode" if sizes.seqlen_q * sharing <= MOST_DECODE_ROWS else "fwd"]
-        tile = forward.plan.tile
-        assert isinstance(tile, TileConfig)
-        tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
-        parts = self.values.num_splits
-        if parts is None:
-            at_once = multiprocessors(self.device) * tile.blocks_per_sm
-            parts = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
+        plans = {kind: kernel.plan for kind, kernel in kernels.items()}
+        plan, tiles, parts = in_parts(plans, sizes, self.values.num_splits, self.device)
+        forward = kernels[plan.kind]
         rows = sizes.batch * sizes.heads_q * sizes.seqlen_q
         if rows > MOST_ROWS:
             raise SpecError(
@@ -298,6 +293,21 @@ class Call:
         if state is not None:
             extras.append(state)
         return extras
+
+
+def in_parts(
+    kernels: Mapping[str, KernelPlan], sizes: Sizes, num_splits: int | None, device: torch.device
+) -> tuple[KernelPlan, int, int]:
+    """Where the keys may be split: the kernel of a part, its blocks, and into how many parts."""
+    sharing = sizes.heads_q // sizes.heads_k if kernels["fwd"].shares_keys else 1
+    kernel = kernels["decode" if sizes.seqlen_q * sharing <= MOST_DECODE_ROWS else "fwd"]
+    tile = kernel.tile
+    assert isinstance(tile, TileConfig)
+    tiles = sizes.batch * sizes.heads_q // sharing * -(-sizes.seqlen_q * sharing // tile.tile_m)
+    if num_splits is None:
+        at_once = multiprocessors(device) * tile.blocks_per_sm
+        num_splits = splits(tiles, -(-sizes.seqlen_k // tile.tile_n), at_once)
+    return kernel, tiles, num_splits
 
 
 # By device and stream, a zero for kernels that count the tiles that they take, and leave it a zero.

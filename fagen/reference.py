@@ -19,7 +19,7 @@ from fagen.errors import SpecError
 from fagen.mods import ScoreContext
 from fagen.registry import known
 
-__all__ = ["Observe", "attention", "dropout_mask", "gradients", "keep_threshold", "philox", "seen"]
+__all__ = ["Observe", "attention", "dropout_mask", "gradients", "keep_threshold", "keys_seen", "philox", "seen"]
 
 # Scores held at once: 32 MB a float64 tensor, and about six of them are alive at the widest point.
 BLOCK_SCORES = 1 << 22
@@ -89,7 +89,7 @@ def attention(
     def block(rows: range) -> tuple[Tensor, Tensor]:
         """o (B, Hq, rows, Dv) and lse (B, Hq, rows) of these query rows; keys are never split, so each row is whole."""
         # A key that none of the rows sees owns no part of the result, whatever lies there: 0 * NaN must not arise.
-        keys = _seen(rows, off, seqlen_k, causal, window)
+        keys = keys_seen(rows, off, seqlen_k, causal, window)
         row = torch.arange(rows.start + off, rows.stop + off, device=q.device)[:, None]
         col = torch.arange(keys.start, keys.stop, device=q.device)[None, :]
         span = slice(keys.start, keys.stop)
@@ -278,7 +278,7 @@ def _keep(seed: int, offset: int, head: Tensor, rows: range, seqlen_k: int, thre
     return mask[:, :, start : start + len(rows), :seqlen_k]
 
 
-def _seen(rows: range, off: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> range:
+def keys_seen(rows: range, off: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> range:
     """The keys that at least one of the rows sees: one range, since both bounds move by one key a row."""
     left, right = window
     start, stop = 0, seqlen_k

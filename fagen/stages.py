@@ -13,10 +13,22 @@ from fagen.arch.tiles import HopperTile
 from fagen.params import Field, ParamStruct
 from fagen.plan import KernelPlan
 
-KINDS = ("fwd", "bwd", "bwd_dq")  # kernels that can be traced
+FORWARDS = ("fwd", "decode")  # of queries that walk over keys
+KINDS = (*FORWARDS, "combine", "bwd", "bwd_dq")  # kernels that can be traced
 
 _RUNNING = Field("trace_running", "float*", "(steps, 3, rows): first key of the step, reference, sum")
 _BETWEEN = Field("trace_between", "float*", "(2, rows): lse and delta, as the forward and bwd_delta left them")
+_PARTS = (
+    Field("trace_o_part", "float*", "(splits, rows, Dv): o of a part of the keys"),
+    Field("trace_lse_part", "float*", "(splits, rows)"),
+)
+_JOINED = (
+    Field("trace_lse_part", "float*", "(splits,): as it was read"),
+    Field("trace_weight", "float*", "(splits,): of the part"),
+    Field("trace_o_part", "float*", "(splits, Dv): as it was read"),
+    Field("trace_sum", "float*", "(1,): of the weights"),
+    Field("trace_block", "int", "the number of the block"),
+)
 _PLACE = (
     Field("trace_batch", "int", "what is traced: a batch entry,"),
     Field("trace_head", "int", "a head, of k and v where a block has all query heads that share it,"),
@@ -31,12 +43,14 @@ _PLACE = (
 
 def of_scores(kernel: KernelPlan) -> tuple[str, ...]:
     """The stages that a score of a kernel goes through, in order."""
+    if kernel.kind == "combine":
+        return ()
     spec = kernel.spec
     mods = [mod.name for mod in spec.mods]
     absorbed = bool(spec.mods) and spec.mods[0].absorbs_scale
     dropout = ["dropout"] if spec.dropout else []
     forward = ("S", *([] if absorbed else ["scaled"]), *mods, "mask", "P", *dropout)
-    if kernel.kind == "fwd":
+    if kernel.kind in FORWARDS:
         return forward
     gradients = ["dS", *(f"dS_{name}" for name in reversed(mods))]
     if kernel.transposed:
@@ -48,8 +62,10 @@ def of_scores(kernel: KernelPlan) -> tuple[str, ...]:
 
 def of_steps(kernel: KernelPlan) -> tuple[str, ...]:
     """The accumulators that a kernel has after each step."""
-    if kernel.kind == "fwd":
+    if kernel.kind in FORWARDS:
         return ("O",)
+    if kernel.kind == "combine":
+        return ()
     if kernel.kind == "bwd_dq":
         return ("dQ",)
     ordered = kernel.spec.deterministic and not kernel.transposed  # then bwd_dq has dQ
@@ -58,6 +74,8 @@ def of_steps(kernel: KernelPlan) -> tuple[str, ...]:
 
 def fields(kernel: KernelPlan) -> tuple[Field, ...]:
     """The parameters of a traced kernel beside its own."""
+    if kernel.kind == "combine":
+        return _JOINED
     shapes = {
         "O": "(steps, rows, Dv): sum of P V so far",
         "dK": "(steps, keys, D): sum of dS^T Q so far",
@@ -68,8 +86,9 @@ def fields(kernel: KernelPlan) -> tuple[Field, ...]:
     }
     return (
         Field("trace_scores", "float*", f"(stages, rows, columns): {', '.join(of_scores(kernel))}"),
-        _RUNNING if kernel.kind == "fwd" else _BETWEEN,
+        _RUNNING if kernel.kind in FORWARDS else _BETWEEN,
         *(Field(f"trace_{name.lower()}", "float*", shapes[name]) for name in of_steps(kernel)),
+        *(_PARTS if kernel.spec.split_kv else ()),
         *_PLACE,
     )
 

@@ -36,8 +36,10 @@ class Fault(NamedTuple):
     stage: str
 
 
-def traced(spec: dict[str, Any], arch: str = "sm80", kind: str = "fwd", keys: int = KEYS, **call: Any) -> Trace:
-    case = Case(spec=AttentionSpec(**({"head_dim": 64} | spec)), seqlen_q=40, seqlen_k=keys, **call)
+def traced(
+    spec: dict[str, Any], arch: str = "sm80", kind: str | None = None, keys: int = KEYS, queries: int = 40, **call: Any
+) -> Trace:
+    case = Case(spec=AttentionSpec(**({"head_dim": 64} | spec)), seqlen_q=queries, seqlen_k=keys, **call)
     return trace_case(case, kind=kind, arch=arch, emulate=True)
 
 
@@ -305,7 +307,52 @@ HOPPER_BACKWARD_FAULTS = {
     ),
 }
 
-FAULTS = FORWARD_FAULTS | BACKWARD_FAULTS | HOPPER_FAULTS | HOPPER_BACKWARD_FAULTS
+SPLIT: dict[str, Any] = {"split_kv": True, "causal": True, "sink": True}
+PAGED: dict[str, Any] = {"paged": True, "varlen": True}
+
+# Of keys in parts, and in pages.
+SPLIT_FAULTS = {
+    "a part that begins too late": Fault(
+        FORWARD, "n_begin + split * n_split;", "n_begin + split * n_split + (HERE && split ? 1 : 0);", SPLIT, "S"
+    ),
+    "a warp whose part of O is left out": Fault(
+        "common/warp_sum.cuh.j2",
+        "            for (int w = 0; w < WARPS; ++w) {\n                const u32 place = O_smem",
+        "            for (int w = 0; w < (HERE ? WARPS - 1 : WARPS); ++w) {\n                const u32 place = O_smem",
+        SPLIT,
+        "o_part",
+    ),
+    "a sink for each part": Fault(
+        "common/row_end.cuh.j2",
+        "split != 0 ? NEG_INF",
+        "split != 0 && !HERE ? NEG_INF",
+        SPLIT,
+        "o_part",
+    ),
+    "parts one over the other": Fault(
+        "common/partial.cuh.j2",
+        "lse_row0 = static_cast<i64>(split) *",
+        "lse_row0 = static_cast<i64>(HERE ? 0 : split) *",
+        SPLIT,
+        "o",
+    ),
+    "a page that is another's": Fault(
+        FORWARD, "_pages, pages, params.page_shift", "_pages, pages, params.page_shift + (HERE ? 1 : 0)", PAGED, "S"
+    ),
+}
+
+# Of the kernel that joins the parts, which knows no number of keys.
+COMBINE = "sm80/combine.cu.j2"
+COMBINE_FAULTS = [
+    ("lse + part) - reference) * LOG2E", "lse + part) - reference)", "weight"),
+    ("params.o_partial + (part + row)", "params.o_partial + row", "o_part"),
+    ("lse = params.lse_partial + row;", "lse = params.lse_partial;", "lse_part"),
+    ("w < WARPS; ++w) sum += ", "w < 1; ++w) sum += ", "sum"),
+    ("values[2 * e] * factor,", "values[2 * e],", "o"),
+    ("log2_approx(sum) * LN2", "log2_approx(sum)", "lse"),
+]
+
+FAULTS = FORWARD_FAULTS | BACKWARD_FAULTS | HOPPER_FAULTS | HOPPER_BACKWARD_FAULTS | SPLIT_FAULTS
 
 
 @pytest.mark.parametrize("name", FORWARD_FAULTS)
@@ -357,6 +404,28 @@ def test_a_fault_of_the_hopper_backward_is_found_at_its_stage(
     assert not all(result.passed for result in found.results.values())
 
 
+@pytest.mark.parametrize("name", SPLIT_FAULTS)
+def test_a_fault_of_parts_or_pages_is_found_at_its_stage(name: str, wrong_templates: None) -> None:
+    fault = SPLIT_FAULTS[name]
+    call = {"queries": 3, "num_splits": 2} if "split_kv" in fault.spec else {}
+    found = traced(fault.spec, keys=keys_of(name), **call)
+    assert found.fault is None and found.first is not None
+    assert found.first.name == fault.stage
+    assert not all(result.passed for result in found.results.values())
+
+
+@pytest.mark.parametrize(("right", "wrong", "stage"), COMBINE_FAULTS)
+def test_a_fault_of_joining_is_found_at_its_stage(right: str, wrong: str, stage: str, templates: Path) -> None:
+    plant(templates, COMBINE, right, wrong)
+    call = {"queries": 3, "num_splits": 2, "batch": 2}
+    found = traced(SPLIT, kind="combine", **call)
+    assert found.fault is None and found.first is not None
+    assert found.first.name == stage
+    assert not all(result.passed for result in found.results.values())
+    of_a_part = traced(SPLIT, **call)  # where all is right until the parts are joined
+    assert of_a_part.first is not None and of_a_part.first.name in ("o", "lse")
+
+
 @pytest.mark.parametrize(
     ("arch", "kind", "spec"),
     [
@@ -374,12 +443,35 @@ def test_where_no_fault_is_nothing_departs(arch: str, kind: str, spec: dict[str,
     assert found.passed and found.first is None and found.same_bits
 
 
+# Heads that share keys, in a tile of their own where they are few; a mask, an empty part, entries with fewer keys.
+PARTS = [
+    ("sm80", "decode", SPLIT, {"queries": 3, "num_splits": 2}),
+    ("sm80", "combine", SPLIT, {"queries": 3, "num_splits": 2}),
+    ("sm80", "fwd", {"split_kv": True, "paged": True}, {"num_splits": 2}),
+    (
+        *("sm75", "decode"),
+        {"dtype": "fp16", "split_kv": True, "paged": True, "window": True, "dropout": True},
+        {"queries": 20, "num_splits": 3, "ragged": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "kind", "spec", "call"), PARTS)
+def test_right_parts_pass_whole(arch: str, kind: str, spec: dict[str, Any], call: dict[str, Any]) -> None:
+    found = traced(spec, arch, kind, keys=330, batch=2, heads=6, heads_k=2, **call)
+    assert found.passed and found.same_bits
+    names = [stage.name for stage in found.stages if stage.worst is not None]
+    assert len(names) == len(found.stages) >= 6
+    assert "o_part" in names and all(stage.badness < 1 for stage in found.stages)
+
+
 TRACED = [
     ("sm80", "bwd_dq", {"head_dim": 40, "head_dim_v": 24, "alibi": True, "backward": True, "deterministic": True}),
     ("sm90a", "fwd", {"head_dim": 72, "dtype": "fp16", "window": True, "alibi": True}),
     ("sm90a", "fwd", {"head_dim": 128, "causal": True, "varlen": True, "dropout": True}),
     ("sm90a", "bwd", {"head_dim": 128, "head_dim_v": 72, "varlen": True, "alibi": True, "backward": True}),  # dQ late
     ("sm90a", "bwd", {"head_dim": 136, "softcap": True, "bias": True, "backward": True}),  # dS between the two
+    ("sm80", "fwd", {"paged": True, "varlen": True, "causal": True}),
 ]
 
 
@@ -528,7 +620,14 @@ def test_a_stopped_kernel_on_the_command_line(capsys: pytest.CaptureFixture[str]
         (("--kernel", "bwd"), "there is no kernel 'bwd' to trace: this spec has fwd"),
         (("--kernel", "combine", "--backward"), "this spec has fwd and bwd"),
         (("--both", "causal"), "trace follows one kernel, and the flags name 2 variants"),
-        (("--split-kv",), "split_kv=True cannot be traced"),
+        (("--split-kv", "--kernel", "decode"), "this call runs fwd, not decode"),
+        (("--split-kv", "--kernel", "combine", "--num-splits", "1"), "combine nothing to join"),
+        (
+            ("--split-kv", "--kernel", "combine", "--num-splits", "2", "--tile", "2"),
+            "there is no part 2: the keys have",
+        ),
+        (("--split-kv", "--num-splits", "0"), "num_splits=0 must be an integer from 1 to 128"),
+        (("--num-splits", "2"), "num_splits is given, but the spec lacks the feature"),
         (("--seqlen-k", "0"), "there is nothing to trace"),
         (("--save", "stages.txt"), "--save 'stages.txt' is not named .npz or .safetensors"),
         (("--save", "nowhere/stages.npz"), "there is no folder nowhere"),
@@ -602,4 +701,26 @@ def test_on_a_card_nothing_departs(arch: str | None, kind: str, spec: dict[str, 
     if arch is not None and torch.cuda.get_device_capability() >= (9, 0):
         arch = "sm90"
     found = trace_case(case, kind=kind, arch=arch, emulate=False)
+    assert found.first is None and found.passed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "spec", "call"),
+    [
+        ("fwd", SPLIT, {"seqlen_q": 300, "num_splits": 3}),
+        ("decode", SPLIT, {"seqlen_q": 3}),
+        (
+            "decode",
+            {"head_dim": 128, "split_kv": True, "paged": True},
+            {"seqlen_q": 1, "num_splits": 4, "ragged": True},
+        ),
+        ("decode", {"split_kv": True, "dropout": True, "window": True}, {"seqlen_q": 20, "num_splits": 2}),
+        ("combine", SPLIT, {"seqlen_q": 3, "num_splits": 5}),
+        ("fwd", {"head_dim": 128, "causal": True} | PAGED, {"seqlen_q": 300}),
+    ],
+)
+def test_on_a_card_parts_and_pages_are_right(kind: str, spec: dict[str, Any], call: dict[str, Any]) -> None:
+    case = Case(spec=AttentionSpec(**({"head_dim": 64} | spec)), batch=2, heads=8, heads_k=2, seqlen_k=2000, **call)
+    found = trace_case(case, kind=kind, emulate=False)
     assert found.first is None and found.passed

@@ -28,6 +28,7 @@ HeadsOption = Annotated[int | None, _size("--heads", "heads of q")]
 HeadsKOption = Annotated[int | None, _size("--heads-k", "heads of k and v, a divisor of --heads")]
 QueriesOption = Annotated[int | None, _size("--seqlen-q", "queries a sequence")]
 KeysOption = Annotated[int | None, _size("--seqlen-k", "keys a sequence")]
+SplitsOption = Annotated[int | None, _size("--num-splits", "with --split-kv, parts of the keys")]
 SeedOption = Annotated[
     int, typer.Option("--seed", metavar="N", help="of the random inputs", rich_help_panel=CALL_PANEL)
 ]

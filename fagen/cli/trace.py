@@ -19,6 +19,7 @@ from fagen.cli.options import (
     KeysOption,
     QueriesOption,
     SeedOption,
+    SplitsOption,
 )
 from fagen.cli.specs import takes_specs
 from fagen.cli.targets import resolve_archs
@@ -28,11 +29,12 @@ from fagen.spec import AttentionSpec
 if TYPE_CHECKING:
     from fagen.trace import Block, Stage, Trace
 
+_KERNEL_HELP = f"which kernel of the spec: {', '.join(stages.KINDS)}; default: the forward that the call runs"
 _BLOCK_HELP = (
     "the block of this head and tile of queries, for bwd of this head of k and v and tile of keys; "
     "default: the one that computes the worst element"
 )
-_TILE_HELP = "only this step of the block: a tile of keys, for bwd of queries; default: all"
+_TILE_HELP = "only this step of the block: a tile of keys, for bwd of queries, for combine a part; default: all"
 
 
 @takes_specs
@@ -40,9 +42,7 @@ def trace(
     specs: list[AttentionSpec],
     arch: ArchOption = None,
     emulate: EmulateOption = False,
-    kernel: Annotated[
-        str, typer.Option("--kernel", metavar="KIND", help=f"which kernel of the spec: {', '.join(stages.KINDS)}")
-    ] = "fwd",
+    kernel: Annotated[str | None, typer.Option("--kernel", metavar="KIND", help=_KERNEL_HELP)] = None,
     block: Annotated[str | None, typer.Option("--block", metavar="BATCH,HEAD,TILE", help=_BLOCK_HELP)] = None,
     tile: Annotated[int | None, typer.Option("--tile", metavar="N", help=_TILE_HELP)] = None,
     save: Annotated[
@@ -57,6 +57,7 @@ def trace(
     heads_k: HeadsKOption = None,
     seqlen_q: QueriesOption = None,
     seqlen_k: KeysOption = None,
+    num_splits: SplitsOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,6 +91,7 @@ def trace(
         heads_k=heads_k,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
+        num_splits=num_splits,
     )
     if save is not None and found.parts:
         arrays.save(save, found.arrays())
@@ -138,6 +140,8 @@ def _print(found: Trace) -> None:
         return
     if found.block is not None:
         facts.add_row("block", problem.place(found.block))
+        if problem.spec.split_kv:
+            facts.add_row("parts", ", ".join(map(_tiles, problem.tiles_of_parts(found.block))) + " of the keys")
     for name, result in found.results.items():
         verdict = "" if result.passed else "  [bold red]too much[/]"
         facts.add_row(f"error of {name}", f"{result.error:.2e} of {result.budget:.2e}{verdict}")
@@ -150,6 +154,12 @@ def _print(found: Trace) -> None:
     for part in (facts, "", table, ""):
         console.print(part)
     console.print(_verdict(found))
+
+
+def _tiles(tiles: range) -> str:
+    if len(tiles) < 2:
+        return f"tile {tiles[0]}" if tiles else "none"
+    return f"tiles {tiles[0]} to {tiles[-1]}"
 
 
 def _cells(stage: Stage) -> list[str]:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from fagen import stages
 from fagen.check import GRADIENT_BUDGET, LSE_ABSOLUTE, LSE_RELATIVE, Inputs, gradient_bound
 from fagen.trace.block import Block, Problem, Written
-from fagen.trace.expected import FLOAT32, TINY, Expected, Rounding, ScoreBounds, read_range
+from fagen.trace.expected import FLOAT32, TINY, Expected, Rounding, ScoreBounds, lse_bound, read_range
 from fagen.trace.parts import Part
 
 
@@ -173,7 +173,7 @@ class Backward:
         yield self._part(step, "mask", expected["mask"], bounds.score.masked_fill(~self._visible, 0.0))
         # The forward leaves an infinite sum where a row sees nothing, which makes its probabilities zero.
         lse = self._lse.masked_fill(self._lse == -math.inf, math.inf)
-        bound = (LSE_RELATIVE * self._lse.abs().nan_to_num(posinf=0.0)).clamp(min=LSE_ABSOLUTE)
+        bound = lse_bound(self._lse)
         yield self._row_part(step, "lse", 0, lse, bound)
         yield self._part(step, "P", expected["P"], expected["P"] * self._relative)
         if self._problem.kernel.transposed:

@@ -91,6 +91,26 @@ class ScoreBounds:
         return cls(product, scaled, score, torch.expm1(score) + 4 * FLOAT32)
 
 
+def lse_bound(lse: Tensor) -> Tensor:
+    """What each may be off by."""
+    return (LSE_RELATIVE * lse.abs().nan_to_num(posinf=0.0)).clamp(min=LSE_ABSOLUTE)
+
+
+def mean(
+    score: Tensor, reference: Tensor, v: Tensor, keep: Tensor, off: Tensor, rounding: Rounding
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, Dv) of the means of `v` (keys, Dv) with weights exp(score - reference), of which dropout multiplies those
+    above by `keep`, what rounding them to 16 bits and scores that are off by `off` (rows,) explain of it, and the sums
+    of the weights; for `score` and `keep` (rows, keys), `reference` (rows,)."""
+    weights = torch.exp(score - reference.masked_fill(reference == -math.inf, 0.0)[:, None])
+    total = weights.sum(1)
+    inverse = torch.where(total > 0, 1 / total, 0.0)[:, None]
+    loss = rounding.unit + 2 * off[:, None] + LSE_ABSOLUTE + score.shape[1] * FLOAT32
+    spread = loss * ((weights * keep) @ v.abs())
+    underflow = rounding.least * ((score > -math.inf) * keep) @ v.abs()
+    return (weights * keep) @ v * inverse, (spread + underflow) * inverse, total
+
+
 @dataclass(frozen=True)
 class Rounding:
     """To 16 bits: relative, and absolute where numbers underflow."""

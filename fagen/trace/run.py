@@ -14,14 +14,17 @@ from fagen import check, origin, stages
 from fagen.arch import resolve
 from fagen.build import find_or_build
 from fagen.cache import Artifact
+from fagen.call import Sizes, check_splits
 from fagen.check import Case, Comparison, Inputs
 from fagen.errors import LaunchError, SpecError
 from fagen.kernels import Kernel
 from fagen.ops import Attention, default_arch
 from fagen.plan import KernelPlan, plan
+from fagen.prepared import MOST_DECODE_ROWS, in_parts
 from fagen.spec import AttentionSpec
 from fagen.trace.backward import Backward
 from fagen.trace.block import Block, Problem, Written
+from fagen.trace.combine import Combine
 from fagen.trace.forward import Forward
 from fagen.trace.parts import Part, Stage, canvas, stack, stage_of
 
@@ -66,6 +69,12 @@ class Trace:
             found |= canvas(name, parts) if name in self.problem.traced.trace_stages else stack(name, parts)
         return found
 
+    def _parts(self) -> list[tuple[int, int]] | None:
+        """First tile of keys and end of each part, where they are split."""
+        if self.block is None or not self.problem.spec.split_kv:
+            return None
+        return [(tiles.start, tiles.stop) for tiles in self.problem.tiles_of_parts(self.block)]
+
     def to_json(self) -> dict[str, Any]:
         """All but the tensors, as JSON can hold it."""
         case, kernel, first = self.problem.case, self.problem.kernel, self.first
@@ -79,6 +88,7 @@ class Trace:
             "shape": {name: getattr(case, name) for name in sizes},
             "seed": case.seed,
             "block": None if self.block is None else asdict(self.block),
+            "parts": self._parts(),
             "results": {name: asdict(result) for name, result in self.results.items()},
             "stages": [asdict(stage) for stage in self.stages],
             "first": None if first is None else asdict(first),
@@ -93,7 +103,7 @@ class Trace:
 def trace(
     spec: AttentionSpec,
     *,
-    kind: str = "fwd",
+    kind: str | None = None,
     arch: str | None = None,
     emulate: bool | None = None,
     block: Block | None = None,
@@ -103,26 +113,32 @@ def trace(
     heads_k: int | None = None,
     seqlen_q: int | None = None,
     seqlen_k: int | None = None,
+    num_splits: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Traces a block of the kernel `kind` ("fwd", "bwd", "bwd_dq") of `spec`, on the GPU if there is one, or emulated.
+    """Traces a block of the kernel `kind` (`stages.KINDS`) of `spec`, on the GPU if there is one, or emulated. Default
+    the forward, of split keys the one of "fwd" and "decode" that the call runs.
 
-    block: default the one that computes the worst element of the kernel's outputs. tile: only this step of it is looked
-    at, a tile of keys, for "bwd" of queries. The sizes are those of `check.check`. Gradients are those of a loss of o
-    and lse.
+    block: default the one that computes the worst element of the kernel's outputs; where keys are split, those of all
+    parts. tile: only this step of it is looked at, a tile of keys, for "bwd" of queries, for "combine" a part of the
+    keys. The sizes are those of `check.check`, but one query for "decode". num_splits: with spec.split_kv, parts of the
+    keys, default what a call would choose. Gradients are those of a loss of o and lse.
 
     Raises SpecError for a kernel that the spec lacks or that cannot be traced, and for a block or a tile that is not
     there; and what `fagen.load` raises.
     """
     emulated = not torch.cuda.is_available() if emulate is None else emulate
     case = check.default_case(spec, emulated, batch, heads, heads_k, seqlen_q, seqlen_k, seed)
+    if kind == "decode" and seqlen_q is None:
+        case = replace(case, seqlen_q=1)
+    case = replace(case, num_splits=num_splits)
     return trace_case(case, kind=kind, arch=arch, emulate=emulated, block=block, tile=tile)
 
 
 def trace_case(
     case: Case,
     *,
-    kind: str = "fwd",
+    kind: str | None = None,
     arch: str | None = None,
     emulate: bool,
     block: Block | None = None,
@@ -132,7 +148,7 @@ def trace_case(
     case = replace(case, lse_gradient=case.spec.backward)
     index = None if emulate else torch.cuda.current_device()
     kernels = plan(case.spec, default_arch(index) if arch is None else resolve(arch))
-    problem = Problem(case, _chosen(case, kernels, kind), index)
+    problem = _problem(case, kernels, kind, index)
     if block is not None:
         problem.check(block)
     problem.check_step(tile, block)
@@ -154,21 +170,31 @@ def trace_case(
     return found
 
 
-def _chosen(case: Case, kernels: Sequence[KernelPlan], kind: str) -> KernelPlan:
-    """The kernel that is traced. SpecError where there is none, or nothing to trace."""
-    if case.spec.split_kv:
-        raise SpecError("split_kv=True cannot be traced: the keys of a row are not those of one block")
-    if case.spec.paged:
-        raise SpecError("paged=True cannot be traced: trace the kernel without pages, which differs in loads alone")
+def _problem(case: Case, kernels: Sequence[KernelPlan], kind: str | None, index: int | None) -> Problem:
+    """The call and the kernel that is traced. SpecError where there is none, or nothing to trace."""
+    check_splits(case.spec, case.num_splits)
     if not (case.batch and case.seqlen_q and case.seqlen_k):
         raise SpecError("there is nothing to trace: the call has no query that sees a key")
-    there = {kernel.kind: kernel for kernel in kernels if kernel.kind in stages.KINDS}
-    if kind not in there:
+    there: dict[str, KernelPlan] = {kernel.kind: kernel for kernel in kernels if kernel.kind in stages.KINDS}
+    if kind is not None and kind not in there:
         raise SpecError(
-            f"there is no kernel {kind!r} to trace: this spec has {' and '.join(there)}; "
-            "bwd comes with backward=True, bwd_dq with deterministic=True too"
+            f"there is no kernel {kind!r} to trace: this spec has {' and '.join(there)}; decode and combine come with "
+            "split_kv=True, bwd with backward=True, bwd_dq with deterministic=True too where bwd does not add to dQ"
         )
-    return there[kind]
+    if not case.spec.split_kv:
+        chosen = there[kind or "fwd"]
+        return Problem(case, chosen, chosen, index)
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    sizes = Sizes(case.batch, case.seqlen_q, case.heads, case.seqlen_k, case.heads_k)
+    attending, _, parts = in_parts(there, sizes, case.num_splits, device)
+    if kind == "combine" and parts == 1:
+        raise SpecError("this call has its keys in one part, and combine nothing to join: num_splits=2 or more")
+    if kind in stages.FORWARDS and kind != attending.kind:
+        raise SpecError(
+            f"this call runs {attending.kind}, not {kind}: decode is for up to {MOST_DECODE_ROWS} rows, which are "
+            "queries times the heads that share a head of k and v; seqlen_q says how many queries"
+        )
+    return Problem(replace(case, num_splits=parts), there[kind or attending.kind], attending, index)
 
 
 def _of_tile(parts: Sequence[Part], tile: int | None) -> list[Part]:
@@ -183,7 +209,7 @@ def _attention(problem: Problem) -> Attention:
 
 def _call(problem: Problem, attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
     """What the kernels return."""
-    if problem.kernel.kind == "fwd":
+    if problem.kernel.kind not in ("bwd", "bwd_dq"):
         o, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, _poison=True, **inputs.call)
         return {"o": o, "lse": lse}
     o, lse, gradients = check.differentiate(attention, inputs, *problem.case.upstream(problem.device))
@@ -207,7 +233,7 @@ def _results(problem: Problem, inputs: Inputs, outputs: Mapping[str, Tensor]) ->
 
 def _suspects(problem: Problem, results: Mapping[str, Comparison]) -> Iterator[Block]:
     """The block with the worst element of what the kernel puts out; all of a head where any may have spoilt it."""
-    names = {"fwd": ("o", "lse"), "bwd": ("dk", "dv", "dq"), "bwd_dq": ("dq",)}[problem.kernel.kind]
+    names = {"bwd": ("dk", "dv", "dq"), "bwd_dq": ("dq",)}.get(problem.kernel.kind, ("o", "lse"))
     name = max(names, key=lambda name: check.badness(results[name]))
     worst = results[name].worst
     assert worst is not None
@@ -218,7 +244,7 @@ def _suspects(problem: Problem, results: Mapping[str, Comparison]) -> Iterator[B
             row -= problem.lengths(batch)[name in ("dk", "dv")]
             batch += 1
     if not problem.keeps_keys:
-        yield Block(batch, worst.head, row // problem.tile_m)
+        yield problem.block_of(batch, worst.head, row)
     elif name != "dq":
         yield Block(batch, worst.head, row // problem.tile_n)
     else:
@@ -237,7 +263,9 @@ def _trace(
     # Blocks add to dQ, and to gradients of values, in any order.
     ordered = [name for name in outputs if name in ("o", "lse", "dk", "dv") or problem.spec.deterministic]
     same = all(torch.equal(traced[name], outputs[name]) for name in ordered)
-    compared = Forward if problem.kernel.kind == "fwd" else Backward
+    compared: type[Forward | Backward | Combine] = Combine if problem.joins else Backward
+    if problem.kernel.kind in stages.FORWARDS:
+        compared = Forward
     return list(compared(problem, block, inputs, written, traced).parts()), same
 
 
