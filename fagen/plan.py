@@ -351,20 +351,16 @@ class KernelPlan:
     @property
     def mods_with_sums(self) -> tuple[Mod, ...]:
         """The modifications of whose values the kernel adds up the gradients."""
-        if self.kind != "bwd":
-            return ()
-        deterministic = self.spec.deterministic
-        return tuple(mod for mod in self.spec.mods if mod.gradient and mod.no_gradient(deterministic) is None)
+        return self.spec.mods_with_sums if self.kind == "bwd" else ()
 
     @property
     def late_mods(self) -> tuple[Mod, ...]:
-        """The modifications up to the last of `mods_with_sums`, whose backward is for the gradient of a score."""
-        last = max((self.spec.mods.index(mod) + 1 for mod in self.mods_with_sums), default=0)
-        return self.spec.mods[:last]
+        """The modifications whose backward, in a transposed kernel, waits for the gradient of a score."""
+        return sm90.late_mods(self.spec)
 
     @property
     def early_mods(self) -> tuple[Mod, ...]:
-        """Those after them: a factor of the probability does as well."""
+        """Those after them, whose backward is of the probability."""
         return self.spec.mods[len(self.late_mods) :]
 
     @property

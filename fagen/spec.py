@@ -130,6 +130,11 @@ class AttentionSpec(BaseModel):
         return registry.in_order([*own, *map(registry.named, self.custom)])
 
     @property
+    def mods_with_sums(self) -> tuple[Mod, ...]:
+        """The score modifications of whose values the main backward adds up the gradients."""
+        return tuple(mod for mod in self.mods if mod.gradient and mod.no_gradient(self.deterministic) is None)
+
+    @property
     def valued(self) -> tuple[Mod, ...]:
         """What a call gives a value for: the score modifications and the sink."""
         return (*self.mods, *((SINK,) if self.sink else ()))

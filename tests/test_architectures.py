@@ -156,6 +156,17 @@ def test_plain_hopper_backwards_keep_all_in_registers(causal: bool) -> None:
         assert artifact.resources.stack == artifact.resources.spill_stores, kernel.slug
 
 
+def test_hopper_backwards_of_a_bias_keep_nearly_all_in_registers() -> None:
+    """A few addresses may spill, but not one for each row of the bias and of its gradient."""
+    compiled = hopper_backwards(
+        AttentionSpec(head_dim=head_dim, causal=True, bias=True, backward=True) for head_dim in (64, 128, 256)
+    )
+    assert len(compiled) == 3
+    for kernel, artifact in compiled:
+        assert artifact.resources is not None
+        assert artifact.resources.spill_stores <= 64, kernel.slug
+
+
 @pytest.mark.parametrize("call", ["cp_async_commit();", "pack_bf16(0.0f, 0.0f);"])
 def test_what_turing_lacks_does_not_even_compile_emulated(templates: Path, call: str) -> None:
     """Copies that are asynchronous and bf16 are no primitives of the family, for the card and for the CPU alike."""

@@ -359,13 +359,21 @@ def test_eager_definitions_by_finite_differences(mod: Mod) -> None:
 
 
 @pytest.mark.parametrize("mod", [mod for mod in MODS if mod.differentiable], ids=lambda mod: mod.name)
-@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "bf16"), (128, "fp16")])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_each_modification_alone(mod: Mod, head_dim: int, dtype: str, deterministic: bool) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "arch", "deterministic"),
+    [
+        (16, "bf16", None, False),
+        (16, "bf16", None, True),
+        (128, "fp16", None, False),
+        (128, "fp16", None, True),
+        (136, "fp16", "sm90a", True),
+    ],
+)
+def test_each_modification_alone(mod: Mod, head_dim: int, dtype: str, arch: str | None, deterministic: bool) -> None:
     """Whatever joins the list of modifications: its backward fragment against autograd of its eager definition."""
     on = {mod.name: True, "deterministic": deterministic}
     spec = AttentionSpec(head_dim=head_dim, dtype=dtype, backward=True, **on)
-    judge(Case(spec=spec, batch=2, heads=4, heads_k=2, seqlen_q=70, seqlen_k=40, lse_gradient=True), "cpu")
+    judge(Case(spec=spec, batch=2, heads=4, heads_k=2, seqlen_q=70, seqlen_k=40, lse_gradient=True), "cpu", arch)
 
 
 @pytest.mark.usefixtures("emulated_kernels")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fagen.arch import resolve
 from fagen.arch.sm80 import ELEMENT_BYTES, FLOAT_BYTES, ROW_STATISTICS_BYTES, padded
 from fagen.arch.tiles import HopperBackwardTile, HopperTile
+from fagen.mods import Mod
 from fagen.spec import AttentionSpec
 
 PRIMITIVES = ("types", "shared", "global", "mbarrier", "tma", "warpgroup", "stmatrix", "wgmma", "convert", "math")
@@ -137,6 +138,13 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     return HopperTile(128, tile_n=tile_n, stages=2, q_in_registers=False, producer_registers=two)
 
 
+def late_mods(spec: AttentionSpec) -> tuple[Mod, ...]:
+    """The modifications up to the last of whose value the main backward adds up the gradient: their derivatives are for
+    the gradient of a score, and those of the others go into the probability."""
+    last = max((spec.mods.index(mod) + 1 for mod in spec.mods_with_sums), default=0)
+    return spec.mods[:last]
+
+
 def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     """The tile of the main backward kernel of `spec`, by the wider of the two head dims.
 
@@ -145,7 +153,10 @@ def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     if widest > 128:
         return HopperBackwardTile(64, tile_n=64, stages=2, producer_registers=24, shares_keys=True)
-    if widest <= 64:
+    # Addresses of a bias, and scores that are kept for a gradient behind a cap, take the registers of half the queries:
+    # 1084 and 1780 bytes would spill at d64 causal, where 64 queries spill nothing.
+    crowded = spec.bias or len(late_mods(spec)) > 1
+    if widest <= 64 and not crowded:
         # d64 causal: 1.21; 1.19 with dQ late; 64 queries, three stages 0.80.
         return HopperBackwardTile(128, tile_n=128, stages=2, producer_registers=24)
     # d128 full: 1.045 with dQ late, 1.020 at once; causal 1.066 and 1.079.
