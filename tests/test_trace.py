@@ -443,6 +443,13 @@ def test_where_no_fault_is_nothing_departs(arch: str, kind: str, spec: dict[str,
     assert found.passed and found.first is None and found.same_bits
 
 
+@pytest.mark.parametrize("spec", [WIDE, WIDE | {"softcap": True, "dropout": True}])
+def test_probabilities_that_are_flushed_to_zero_do_not_depart(spec: dict[str, Any], wrong_templates: None) -> None:
+    values = {"values": {"softcap": 300.0}, "dropout_p": 0.9} if "softcap" in spec else {}
+    found = traced(spec, "sm90a", "bwd", softmax_scale=2.5, **values)
+    assert found.fault is None and found.first is None
+
+
 # Heads that share keys, in a tile of their own where they are few; a mask, an empty part, entries with fewer keys.
 PARTS = [
     ("sm80", "decode", SPLIT, {"queries": 3, "num_splits": 2}),

@@ -86,6 +86,9 @@ class Backward:
         lse_size = self._lse.abs().nan_to_num(posinf=0.0)
         self._relative = bounds.relative + LSE_ABSOLUTE + LSE_RELATIVE * lse_size[:, :, None]
 
+        # Of P as dropout leaves it.
+        self._kept_off = expected["dropout"] * self._relative + TINY * expected["keep"]
+
         # delta is of o as the forward left it, in 16 bits.
         o = self._of_heads(o)
         off = bounds.score.masked_fill(~self._visible, 0.0).amax(2, keepdim=True) + LSE_ABSOLUTE
@@ -209,11 +212,12 @@ class Backward:
         part = self._row_part(step, "delta", 1, self._delta, self._delta_bound)
         yield part, part.bound
         if spec.dropout:
-            part = self._part(step, "dropout", expected["dropout"], expected["dropout"] * self._relative)
+            part = self._part(step, "dropout", expected["dropout"], self._kept_off)
             yield part, part.bound
         gradient = expected["dmask"]
         dp_bound = expected["keep"].max() * self._dp_bound
         off = p * (dp_bound + self._delta_bound[:, :, None]) + gradient.abs() * self._relative
+        off = off + TINY * (expected["dP"].abs() + self._delta.abs()[:, :, None])  # of a P that was flushed
         if "dS" in there:
             yield self._part(step, "dS", gradient, off), off
         for name, gradient, after in self._modified():
@@ -233,7 +237,7 @@ class Backward:
             return
         weights = self._expected["dropout"][at]
         sums["dK"] = sums["dK"].plus(gradient.T, off.T, q, rounding)
-        sums["dV"] = sums["dV"].plus(weights.T, (weights * self._relative[at]).T, d_o, rounding)
+        sums["dV"] = sums["dV"].plus(weights.T, self._kept_off[at].T, d_o, rounding)
         for name in ("dK", "dV"):
             yield self._sum_part(step, name, self._block.head, self._keys.start, sums[name])
         if self._adds_to_queries:
