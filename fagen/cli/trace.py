@@ -147,7 +147,7 @@ def _print(found: Trace) -> None:
         facts.add_row(f"error of {name}", f"{result.error:.2e} of {result.budget:.2e}{verdict}")
     if not found.same_bits:
         facts.add_row("note", "the traced kernel rounds otherwise than the kernel: its results differ in some bits")
-    names = ("error", "relative", "of bound", "head", "tile", "row", "col", "captured", "expected")
+    names = ("error", "relative", "of bound", "head", problem.unit, "row", "col", "captured", "expected")
     table = output.table("stage", *(output.right(name) for name in names), "")
     for stage in found.stages:
         table.add_row(*_cells(stage))
@@ -191,7 +191,7 @@ def _verdict(found: Trace) -> str:
         return "no stage departs"
     worst = first.worst
     place = f"head {first.head}, row {worst.row}" + ("" if worst.column is None else f", column {worst.column}")
-    step = "at the end" if first.tile is None else f"at tile {first.tile}"
+    step = "at the end" if first.tile is None else f"at {found.problem.unit} {first.tile}"
     captured = "nothing was computed" if worst.captured is None else f"{worst.captured:+.6g}"
     found_and_wanted = f"{captured}, expected {worst.expected:+.6g}"
     return f"first stage that departs: [bold red]{first.name}[/], {step}, {place}: {found_and_wanted}"

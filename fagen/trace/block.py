@@ -54,6 +54,7 @@ class Problem:
         self.keeps_keys = kernel.kind == "bwd"
         self.joins = kernel.kind == "combine"
         self.parts = case.num_splits or 1
+        self.unit = "part" if self.joins else "tile"  # what a step is of
         tile = attending.tile
         assert isinstance(tile, TileConfig | HopperTile | BackwardTile | HopperBackwardTile)
         self.tile_m, self.tile_n = tile.tile_m, tile.tile_n
@@ -148,9 +149,9 @@ class Problem:
             rows = self.rows(block)
             several = len(rows.heads) > 1
             heads = f"heads {rows.heads[0]} to {rows.heads[-1]}" if several else f"head {rows.heads[0]}"
-            what = f"{heads}, queries {rows.queries[0]} to {rows.queries[-1]}"
-            if self.joins:
-                what = f"{heads}, query {rows.queries[0]}"
+            several = len(rows.queries) > 1
+            queries = f"queries {rows.queries[0]} to {rows.queries[-1]}" if several else f"query {rows.queries[0]}"
+            what = f"{heads}, {queries}"
         return f"{block.batch},{block.head},{block.tile}: batch entry {block.batch}, {what}"
 
     def of_head(self, x: Tensor, batch: int, head: int, *, keys: bool = False) -> Tensor:

@@ -25,6 +25,8 @@ _WIDTH, _ROW_HEIGHT, _HEAD_HEIGHT = 13.0, 1.7, 0.8
 _LEAST, _MOST = 1e-3, 1e2  # of error over bound; a stage departs from 1 on
 _NOTHING = "#d0d0d0"  # not computed, not judged, or an infinity
 _DEPARTS = "#c62828"
+_MOST_TICKS = 8  # named steps
+_NARROWEST = 1e-3  # range of values, of the largest: less would show their rounding
 _TITLES = ("captured", "expected", "error over bound: departs from 1 on")
 
 
@@ -60,7 +62,8 @@ def figure(trace: Trace) -> Figure:
     rows = drawn.subplots(len(stages), 3, squeeze=False)
     for axes, stage in zip(rows, stages, strict=True):
         parts = [part for part in trace.parts if part.stage == stage.name and part.head == stage.head]
-        _draw(axes, stage, _maps(stage, parts, of_scores=stage.name in trace.problem.traced.trace_stages))
+        of_scores = stage.name in trace.problem.traced.trace_stages
+        _draw(axes, stage, _maps(stage, parts, of_scores=of_scores, unit=trace.problem.unit))
     for at, title in zip(rows[0], _TITLES, strict=True):
         at.set_title(title, fontsize=9)
     return drawn
@@ -68,9 +71,10 @@ def figure(trace: Trace) -> Figure:
 
 def _draw(axes: Sequence[Axes], stage: Stage, maps: _Maps) -> None:
     from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import MaxNLocator
 
     shown = torch.cat([x[x.isfinite()] for x in (maps.captured, maps.expected)])
-    values = Normalize(float(shown.min()), float(shown.max())) if shown.numel() else Normalize(0.0, 1.0)
+    values = Normalize(*_range(shown)) if shown.numel() else Normalize(0.0, 1.0)
     rows, columns = maps.captured.shape
     extent = (maps.column - 0.5, maps.column + columns - 0.5, maps.row + rows - 0.5, maps.row - 0.5)
     # What is right to the last bit has no place on a scale of logarithms.
@@ -82,8 +86,9 @@ def _draw(axes: Sequence[Axes], stage: Stage, maps: _Maps) -> None:
         images.append(at.imshow(kept, cmap=colors, norm=norm, aspect="auto", interpolation="nearest", extent=extent))
         at.set_facecolor(_NOTHING)
         at.tick_params(labelsize=7)
+        at.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         if maps.ticks is not None:
-            at.set_xticks(range(len(maps.ticks)), maps.ticks)
+            at.set_xticks(*_named(maps.ticks))
     for image, of in ((images[0], list(axes[:2])), (images[2], [axes[2]])):
         axes[0].figure.colorbar(image, ax=of, pad=0.01).ax.tick_params(labelsize=7)
     axes[0].set_ylabel(stage.name, fontsize=11, fontweight="bold", color=_DEPARTS if stage.departs else "black")
@@ -93,12 +98,25 @@ def _draw(axes: Sequence[Axes], stage: Stage, maps: _Maps) -> None:
         axes[2].plot(worst.column, worst.row, marker="o", markersize=9, markerfacecolor="none", markeredgecolor=ring)
 
 
-def _maps(stage: Stage, parts: Sequence[Part], *, of_scores: bool) -> _Maps:
+def _range(values: Tensor) -> tuple[float, float]:
+    low, high = float(values.min()), float(values.max())
+    margin = max(0.0, _NARROWEST * max(abs(low), abs(high)) - (high - low)) / 2
+    return low - margin, high + margin
+
+
+def _named(steps: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Where names are, so many that they can be read: of steps of one name, as those of several warps, the first."""
+    first = [i for i, name in enumerate(steps) if i == 0 or name != steps[i - 1]]
+    some = first[:: -(-len(first) // _MOST_TICKS)]
+    return some, [steps[i] for i in some]
+
+
+def _maps(stage: Stage, parts: Sequence[Part], *, of_scores: bool, unit: str) -> _Maps:
     if parts[0].column is None:  # one number a row: the steps side by side
         last = max(part.row + part.captured.shape[0] for part in parts)
         first = min(part.row for part in parts)
         placed = [(part, part.row - first, step) for step, part in enumerate(parts)]
-        ticks = ["end" if part.tile is None else f"tile {part.tile}" for part in parts]
+        ticks = ["end" if part.tile is None else f"{unit} {part.tile}" for part in parts]
         return _Maps(*_joined(placed, last - first, len(parts)), first, 0, ticks)
     if not of_scores:
         parts = [next(part for part in parts if part.tile == stage.tile and stage_of([part]).badness == stage.badness)]
