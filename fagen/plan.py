@@ -191,7 +191,7 @@ def _sum_fields(packed: bool) -> tuple[Field, ...]:
 
 
 _TURNS = Field(
-    "turns", "u32*", "a number for each warp and tile of dq_sum, 0 before: blocks that have added theirs; or null"
+    "turns", "u32*", "a number for each warpgroup and tile of dq_sum, 0 before: blocks that have added theirs; or null"
 )
 _KEY_GRADIENTS = (Field("d_k", "u16*", "as k, or null"), Field("d_v", "u16*", "as v, or null"))
 

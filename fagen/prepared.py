@@ -436,8 +436,8 @@ class _Backward:
             if self._packed:
                 sum_tiles = sizes.heads_q * fields["dq_tiles"]
             self._dq_sum_floats = sum_tiles * main.plan.sum_tile.floats
-            if main.plan.spec.deterministic:
-                self._turns = sum_tiles * main.plan.sum_tile.warps
+            if isinstance(tile, HopperBackwardTile) and main.plan.spec.deterministic:
+                self._turns = sum_tiles * tile.consumers
             self._convert = Launch(kernels["bwd_convert"], tiles, fields, ("dq_sum", "d_q", *begins))
 
     def __call__(

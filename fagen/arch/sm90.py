@@ -75,9 +75,11 @@ def backward_smem_bytes(spec: AttentionSpec, tile: HopperBackwardTile) -> int:
     gradients = (2 if tile.late else 1) * tile_bytes(tile.tile_n, tile.tile_m)
     barriers = 5 if tile.late else 3
     if tile.shares_keys:
+        barriers += 2
+    if tile.shares_keys:
         passed = tile.tile_n * tile.tile_m * FLOAT_BYTES
     else:
-        passed = tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
+        passed = (2 if tile.late else 1) * tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
     return keys + tile.stages * (queries + statistics) + gradients + passed + 8 * (barriers + 4 * tile.stages)
 
 

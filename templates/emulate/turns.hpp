@@ -36,4 +36,4 @@ static inline void turn_pass(u32* number, int line = __builtin_LINE()) {
     __atomic_fetch_add(number, 1, __ATOMIC_RELEASE);
 }
 
-static inline void fence_gpu() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+static inline void fence_proxy_async_global() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }

@@ -13,5 +13,5 @@ __device__ __forceinline__ void turn_pass(u32* number) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(number) : "memory");
 }
 
-// Orders the calling thread's accesses to global memory before those that follow a turn that is passed on.
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Orders what the calling thread knows to be in global memory before what its copy engine does there next.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -35,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) turns(const __grid_constant_
         if (lane == 0) turn_await(params.turns + 1, turn);
         __syncwarp();
         red_global_add_f32x4(params.by_threads + lane * 4, v);
-        fence_gpu();
-        __syncwarp();
+        __syncwarp();  // what passes the turn on releases the other lanes' additions too
         if (lane == 0 && block != params.mute) turn_pass(params.turns + 1);
     }
 }

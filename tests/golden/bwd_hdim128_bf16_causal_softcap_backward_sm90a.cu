@@ -430,7 +430,8 @@ __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
 // One block computes dK and dV of TILE_N keys of one head of K and V. Its first warpgroup feeds the copy engine; the others
 // have 64 of the keys each and walk over the queries that see them, in steps of TILE_M, for each query head of the group.
 // They recompute the probabilities (Dao et al. 2022, algorithm 4) transposed, keys by queries, so that P and dS are operands
-// of dV and dK as they lie in registers. Their parts of dQ they add to a float32 sum in global memory.
+// of dV and dK as they lie in registers. Their parts of dQ they hand to
+// warps of the first, which add them to a float32 sum in global memory.
 
 // >>> common/params.cuh.j2
 struct Params {
@@ -549,19 +550,22 @@ constexpr u32 Q_BYTES = tile_bytes(TILE_M, HEAD_DIM);
 constexpr u32 DO_BYTES = tile_bytes(TILE_M, HEAD_DIM_V);
 constexpr u32 STATS_BYTES = TILE_M * 2 * sizeof(float);
 constexpr u32 DELTA_BYTES = TILE_M * sizeof(float);
-constexpr u32 DQ_WARP_BYTES = DQ_WARP_FLOATS * sizeof(float);
+constexpr u32 DQ_PART_BYTES = 4 * DQ_WARP_FLOATS * sizeof(float);  // of a warpgroup
+constexpr int DQ_LAG = 1;  // dQ of a step is staged so many steps later
+constexpr int DQ_BUFFERS = DQ_LAG;  // and takes another step to leave where it is late
 constexpr u32 V_OFFSET = K_BYTES;
 constexpr u32 Q_OFFSET = V_OFFSET + V_BYTES;
 constexpr u32 DO_OFFSET = Q_OFFSET + STAGES * Q_BYTES;
 constexpr u32 DS_OFFSET = DO_OFFSET + STAGES * DO_BYTES;
 constexpr u32 DQ_OFFSET = DS_OFFSET + tile_bytes(TILE_N, TILE_M);
-constexpr u32 STATS_OFFSET = DQ_OFFSET + WARPS * DQ_WARP_BYTES;
+constexpr u32 STATS_OFFSET = DQ_OFFSET + DQ_BUFFERS * CONSUMERS * DQ_PART_BYTES;
 constexpr u32 DELTA_OFFSET = STATS_OFFSET + STAGES * STATS_BYTES;
 constexpr u32 BARRIERS_OFFSET = DELTA_OFFSET + STAGES * DELTA_BYTES;
 static_assert(BARRIERS_OFFSET + 8 * (3 + 4 * STAGES) == 181848, "shared memory");
 
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr u32 CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;  // named barriers: of all that compute, and one of each
+constexpr u32 DQ_FULL = 4, DQ_EMPTY = 8;  // of each warpgroup and the warp that adds: a part is there, is read; of two buffers
 
 // >>> common/statistics.cuh.j2
 // Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
@@ -572,6 +576,7 @@ template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void zero_rows(u32 tile, int count) {
     constexpr int CHUNKS = (COLUMNS + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS * 8;  // of 16 bytes, a row
     const u32 zeros[4] = {};
+#pragma unroll 1
     for (int i = threadIdx.x - 128; i < count * CHUNKS; i += 128 * CONSUMERS)
         st_shared_b128(tile + (i % CHUNKS / 8 * ROWS + i / CHUNKS) * ROW_BYTES + i % 8 * 16, zeros);
     fence_proxy_async();
@@ -597,9 +602,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         mbarrier_init(dS_empty, WARPS);  // one thread a warp says that it has read
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(Q_full + 8 * stage, 1);
-            mbarrier_init(Q_empty + 8 * stage, WARPS);
+            mbarrier_init(Q_empty + 8 * stage, 32 * WARPS);
             mbarrier_init(dO_full + 8 * stage, 1);
-            mbarrier_init(dO_empty + 8 * stage, WARPS);
+            mbarrier_init(dO_empty + 8 * stage, 32 * WARPS);
         }
         mbarrier_init_fence();
     }
@@ -670,12 +675,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             }
         }
     };
+    auto add_parts = [&](int warpgroup) {
+        // >>> sm90/add_parts.cuh.j2
+        if (steps == 0) return;
+        const bool first_lane = threadIdx.x % 32 == 0;
+        for (int buffer = 0; buffer < DQ_BUFFERS; ++buffer) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, 128 + 32);
+        for (int buffer = 0; buffer < DQ_LAG; ++buffer) {  // nothing yet
+            named_barrier_sync(DQ_FULL + 2 * buffer + warpgroup, 128 + 32);
+            if (buffer < steps) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, 128 + 32);
+        }
+        auto first_tile = [&](int head) {
+            const int batch_head = batch * heads_q + head;
+            return static_cast<i64>(batch_head) * m_tiles + m_first;
+        };
+        int head = first_head, m0 = m_first * TILE_M;
+        i64 tile = first_tile(head);
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            float* sum = params.dq_sum + tile * DQ_TILE_FLOATS + warpgroup * 4 * DQ_WARP_FLOATS;
+            const u32 buffer = (step + DQ_LAG) % DQ_BUFFERS;
+            named_barrier_sync(DQ_FULL + 2 * buffer + warpgroup, 128 + 32);
+            if (first_lane && params.dq_sum) {
+                bulk_add_f32(sum, dQ_smem + (2 * buffer + warpgroup) * DQ_PART_BYTES, DQ_PART_BYTES);
+                tma_store_commit();
+                tma_store_wait_read<0>();
+            }
+            __syncwarp();
+            if (step + DQ_BUFFERS < steps) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, 128 + 32);
+            ++tile;
+            m0 += TILE_M;
+            if (m0 >= query_end) {
+                m0 = m_first * TILE_M;
+                tile = first_tile(++head);
+            }
+        }
+    };
 
     const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;  // -1: the producer
     if (warpgroup < 0) {
         setmaxnreg_dec<24>();
         if (threadIdx.x == 0) load_keys_and_queries();
         if (threadIdx.x == 32) load_gradients();
+        if (threadIdx.x >= 64) add_parts(threadIdx.x / 32 - 2);
         return;
     }
 
@@ -712,36 +753,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     // Of dQ a warpgroup has all rows of a block of columns.
     const u64 dS_matrix = mn_major(dS_smem, TILE_N);
     const u64 K_matrix = mn_major(K_smem + warpgroup * TILE_N * ROW_BYTES, TILE_N);
-    // A warp's part of dQ of a step: where it belongs.
-    struct Part {
-        float* sum = nullptr;
-    };
-    auto part_of_step = [&](int head, int m0) {
-        Part part;
-        if (params.dq_sum) {
-            const i64 tile = static_cast<i64>((batch * heads_q + head)) * m_tiles + m0 / TILE_M;
-            part.sum = params.dq_sum + tile * DQ_TILE_FLOATS + warp * DQ_WARP_FLOATS;
-        }
-        return part;
-    };
-    const u32 dQ_part = dQ_smem + warp * DQ_WARP_BYTES;  // fragments, as they lie in the sum
-    Part part;  // of the step before
-    auto await_part = [&] {  // the last part has left
-        if (lane == 0) tma_store_wait_read<0>();
-        __syncwarp();
-    };
-    auto store_part = [&] {
+    // Fragments, as they lie in the sum.
+    const u32 dQ_part = dQ_smem + warp * DQ_WARP_FLOATS * sizeof(float);
+    auto await_part = [&](int step) { named_barrier_sync(DQ_EMPTY + step % DQ_BUFFERS * 2 + warpgroup, 128 + 32); };
+    auto store_part = [&](int step) {
+        const u32 part = dQ_part + step % DQ_BUFFERS * (CONSUMERS * DQ_PART_BYTES);
 #pragma unroll
         for (int j = 0; j < 2 * DQ_STEPS; ++j) {
             const u32 bits[4] = {float_bits(dQ_rmem[j][0]), float_bits(dQ_rmem[j][1]), float_bits(dQ_rmem[j][2]),
                                  float_bits(dQ_rmem[j][3])};
-            st_shared_b128(dQ_part + dq_sum_offset(0, j, 0, lane) * sizeof(float), bits);
-        }
-    };
-    auto add_part = [&] {  // after a fence_proxy_async
-        if (lane == 0 && part.sum) {
-            bulk_add_f32(part.sum, dQ_part, DQ_WARP_BYTES);
-            tma_store_commit();
+            st_shared_b128(part + dq_sum_offset(0, j, 0, lane) * sizeof(float), bits);
         }
     };
 
@@ -787,8 +808,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         wgmma_commit();
 
         // Meanwhile dQ leaves the registers.
-        await_part();
-        store_part();
+        await_part(step);
+        store_part(step);
 
         mbarrier_wait(dO_full + 8 * stage, parity);
         // dP = V dO^T
@@ -963,7 +984,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         fence_proxy_async();
         __syncwarp();
         release(dS_full);
-        add_part();
+        named_barrier_arrive(DQ_FULL + step % DQ_BUFFERS * 2 + warpgroup, 128 + 32);
 
         mbarrier_wait(dS_full, step % 2);
         // dQ = dS^T K
@@ -976,27 +997,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         wgmma_wait<1>();
         wgmma_hold(dV_rmem);
         wgmma_hold(dK_rmem);
-        if (lane == 0) {
-            mbarrier_arrive(dO_empty + 8 * stage);
-            mbarrier_arrive(Q_empty + 8 * stage);
-        }
-        part = part_of_step(head, m0);
+        mbarrier_arrive(dO_empty + 8 * stage);
+        mbarrier_arrive(Q_empty + 8 * stage);
         m0 += TILE_M;
         if (m0 >= query_end) {
             m0 = m_first * TILE_M;
             ++head;
         }
     }
-    auto finish_part = [&] {
-        wgmma_wait<0>();
-        wgmma_hold(dQ_rmem);
-        await_part();
-        store_part();
+    wgmma_wait<0>();
+    wgmma_hold(dQ_rmem);
+    auto finish_part = [&](int step) {
+        await_part(step);
+        store_part(step);
         fence_proxy_async();
-        __syncwarp();
-        add_part();
+        named_barrier_arrive(DQ_FULL + step % DQ_BUFFERS * 2 + warpgroup, 128 + 32);
     };
-    finish_part();
+    if (steps > 0) {
+        finish_part(steps);
+    }
 
     named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all have read K
     if (params.d_k) {
