@@ -34,6 +34,7 @@ _BLOCK_HELP = (
     "the block of this head and tile of queries, for bwd of this head of k and v and tile of keys; "
     "default: the one that computes the worst element"
 )
+_PNG_HELP = r"heat maps of all stages (pip install 'fagen\[bench]')"
 _TILE_HELP = "only this step of the block: a tile of keys, for bwd of queries, for combine a part; default: all"
 
 
@@ -49,9 +50,7 @@ def trace(
         Path | None,
         typer.Option("--save", metavar="FILE", help="keep what was captured and expected, .npz or .safetensors"),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="heat maps of all stages (pip install 'fagen[bench]')")
-    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help=_PNG_HELP)] = None,
     batch: BatchOption = None,
     heads: HeadsOption = None,
     heads_k: HeadsKOption = None,

@@ -177,9 +177,11 @@ def _problem(case: Case, kernels: Sequence[KernelPlan], kind: str | None, index:
         raise SpecError("there is nothing to trace: the call has no query that sees a key")
     there: dict[str, KernelPlan] = {kernel.kind: kernel for kernel in kernels if kernel.kind in stages.KINDS}
     if kind is not None and kind not in there:
+        *others, last = there
+        has = f"{', '.join(others)} and {last}" if others else last
         raise SpecError(
-            f"there is no kernel {kind!r} to trace: this spec has {' and '.join(there)}; decode and combine come with "
-            "split_kv=True, bwd with backward=True, bwd_dq with deterministic=True too where bwd does not add to dQ"
+            f"there is no kernel {kind!r} to trace: this spec has {has}; decode and combine come with split_kv=True, "
+            "bwd with backward=True, bwd_dq with deterministic=True too where bwd does not add to dQ"
         )
     if not case.spec.split_kv:
         chosen = there[kind or "fwd"]
