@@ -189,6 +189,7 @@ class Written:
             name: torch.full(shape, _UNWRITTEN, dtype=torch.int32, device=problem.device).view(torch.float32)
             for name, shape in shapes.items()
         }
+        self._found: dict[str, tuple[Tensor, Tensor]] = {}
         self.parameters: dict[str, Tensor | int] = {f"trace_{name.lower()}": x for name, x in self._buffers.items()}
         self.parameters |= {f"trace_{name}": number for name, number in place.items()}
 
@@ -232,8 +233,10 @@ class Written:
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
         """What was written, in float64, and where anything was; `name` is that of a buffer, or a stage of scores."""
-        buffer = self._buffers["scores"][self.stages.index(name)] if name in self.stages else self._buffers[name]
-        return buffer.double(), buffer.view(torch.int32) != _UNWRITTEN
+        if name not in self._found:  # asked for once a step
+            buffer = self._buffers["scores"][self.stages.index(name)] if name in self.stages else self._buffers[name]
+            self._found[name] = buffer.double(), buffer.view(torch.int32) != _UNWRITTEN
+        return self._found[name]
 
 
 def _joined(problem: Problem, block: Block) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:

@@ -26,7 +26,8 @@ class _Step:
     tile: int
     column: int
     span: slice  # of keys
-    seen: Tensor  # of the keys up to this step, (rows, keys)
+    reach: slice  # of the keys up to this step: this and what was before it
+    seen: Tensor  # of these, (rows, keys)
 
 
 @dataclass
@@ -51,7 +52,6 @@ class Forward:
         self._of_heads = [(head, (rows.at[0] == i).nonzero()[:, 0]) for i, head in enumerate(rows.heads)]
         self._of_heads = [(head, indices) for head, indices in self._of_heads if len(indices)]
         expected = Expected(block.batch, rows.heads, rows.queries, range(written.columns), problem.device)
-        self._expected = expected
         o, lse = problem.case.reference(inputs, expected)
         self._ends = {"o": (outputs["o"], o)} | {
             "lse": (outputs["lse"].transpose(-1, -2)[..., None], lse.transpose(-1, -2)[..., None])
@@ -59,10 +59,16 @@ class Forward:
         kv_head = rows.heads.start // problem.group
         k, v = (problem.of_head(x, block.batch, kv_head, keys=True) for x in problem.case.keys_and_values(inputs))
         k, self._v = (pad(x, (0, 0, 0, written.columns - x.shape[0])) for x in (k, v))
-        self._bounds = ScoreBounds.of(problem, problem.of_rows(inputs.q, block.batch, rows), k, expected)
+        bounds = ScoreBounds.of(problem, problem.of_rows(inputs.q, block.batch, rows), k, expected)
+        self._off, self._relative = bounds.score[rows.at], bounds.relative[rows.at]
         self._score = expected["mask"][rows.at]
         self._visible = self._score > -math.inf
         self._read = read_range(self._visible)
+        # Of each stage up to the mask.
+        self._scored = {"S": (expected["S"][rows.at], bounds.product[rows.at])}
+        for name in written.stages[1 : written.stages.index("mask")]:
+            bound = bounds.scaled if name == "scaled" else bounds.score
+            self._scored[name] = expected[name][rows.at], bound[rows.at]
         if not inputs.call.get("dropout_p"):
             expected.keep_all()
         self._keep = expected["keep"][rows.at]
@@ -107,8 +113,9 @@ class Forward:
                 span = slice(column, min(column + size, self._written.columns))
                 walk.seen = walk.seen.clone()
                 walk.seen[:, span] = self._visible[:, span]
+                reach = slice(column, min(tiles.stop * self._problem.tile_n + phase, self._written.columns))
                 if columns[number] >= 0 or self._visible[:, span].any():
-                    yield _Step(number, tile, column, span, walk.seen), walk
+                    yield _Step(number, tile, column, span, reach, walk.seen[:, reach]), walk
 
     def _by_head(self, name: str, tile: int | None, column: int | None, *of_rows: Tensor) -> Iterator[Part]:
         """Captured, expected, bound and where anything was captured, of the block's rows."""
@@ -134,12 +141,9 @@ class Forward:
         return self._by_head(name, tile, None, *(x[:, None] for x in (values, expected, bound + TINY, there)))
 
     def _scores(self, step: _Step) -> Iterator[Part]:
-        bounds, stages, at = self._bounds, self._written.stages, self._rows.at
-        yield from self._part(step, "S", self._expected["S"][at], bounds.product[at], read=True)
-        for name in stages[1 : stages.index("mask")]:
-            bound = bounds.scaled if name == "scaled" else bounds.score
-            yield from self._part(step, name, self._expected[name][at], bound[at], read=True)
-        yield from self._part(step, "mask", self._score, bounds.score[at].masked_fill(~self._visible, 0.0))
+        for name, (expected, bound) in self._scored.items():
+            yield from self._part(step, name, expected, bound, read=True)
+        yield from self._part(step, "mask", self._score, self._off.masked_fill(~self._visible, 0.0))
 
     def _softmax(self, step: _Step, walk: _Walk) -> Iterator[Part]:
         """All is compared for the reference that the kernel has, so long as that may be one."""
@@ -147,23 +151,24 @@ class Forward:
         reference, captured_sum = running[1, : self._count], running[2, : self._count]
         there = there[0, : self._count]
         judged = there | self._visible[:, step.span].any(1)
-        score = self._score.masked_fill(~step.seen, -math.inf)
+        score = self._score[:, step.reach].masked_fill(~step.seen, -math.inf)
 
         largest = score.amax(1)
         nearest = reference.maximum(largest - _HEADROOM).minimum(largest)
         nearest = torch.where(reference.isnan(), largest, nearest)
-        loose = self._bounds.score[self._rows.at].masked_fill(~step.seen, 0.0).amax(1)
+        loose = self._off[:, step.reach].masked_fill(~step.seen, 0.0).amax(1)
         loose = loose + LSE_RELATIVE * reference.abs().nan_to_num(posinf=0.0)
         bound = loose.masked_fill(~judged, math.inf)
         yield from self._row_part(step.tile, "max", reference, nearest, bound, there)
 
         shift = reference.masked_fill(reference == -math.inf, 0.0)[:, None]
-        relative = self._bounds.relative[self._rows.at] + LSE_RELATIVE * shift.abs().nan_to_num()
+        relative = self._relative + LSE_RELATIVE * shift.abs().nan_to_num()
         p = torch.exp(self._score - shift)
         yield from self._part(step, "P", p, p * relative)
 
         # In units of o: divided by the sum, and of what is kept as much as of all. P is rounded to 16 bits.
-        expected, walk.bound, total = mean(score, reference, self._v, self._keep, loose, self._rounding)
+        v, keep = self._v[step.reach], self._keep[:, step.reach]
+        expected, walk.bound, total = mean(score, reference, v, keep, loose, self._rounding)
         bound = (total * (LSE_ABSOLUTE + loose)).masked_fill(~judged, math.inf)
         yield from self._row_part(step.tile, "sum", captured_sum, total, bound, there)
         if self._problem.spec.dropout:
