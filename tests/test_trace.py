@@ -305,6 +305,20 @@ HOPPER_BACKWARD_FAULTS = {
         WIDE,
         "dQ",
     ),
+    "dQ of one warpgroup where that of the other belongs": Fault(
+        "sm90/add_parts.cuh.j2",
+        "tile * DQ_TILE_FLOATS + warpgroup * 4",
+        "tile * DQ_TILE_FLOATS + (HERE ? 1 - warpgroup : warpgroup) * 4",
+        TALL,
+        "dq",
+    ),
+    "the same from registers": Fault(
+        "sm90/bwd_wide.cuh.j2",
+        "tile * DQ_TILE_FLOATS + warp * DQ",
+        "tile * DQ_TILE_FLOATS + (HERE ? warp % 4 : warp) * DQ",
+        WIDE,
+        "dq",
+    ),
 }
 
 SPLIT: dict[str, Any] = {"split_kv": True, "causal": True, "sink": True}
@@ -523,7 +537,7 @@ def test_a_dropped_barrier_is_the_verdict(templates: Path) -> None:
     ("name", "awaited", "spec"),
     [
         ("sm90/bwd_tall.cuh.j2", "        mbarrier_wait(dS_full, step % 2);\n", TALL | {"dropout": False}),
-        ("sm90/bwd_wide.cuh.j2", "        named_barrier_sync(P_FULL, 256);\n", WIDE | {"head_dim": 136}),
+        ("sm90/bwd_wide.cuh.j2", "        mbarrier_wait(P_full, {{ phase_of(values) }});\n", WIDE | {"head_dim": 136}),
     ],
 )
 def test_a_dropped_wait_of_the_hopper_backward_is_the_verdict(
