@@ -62,12 +62,17 @@ class Kernel:
 
 
 def load(spec: AttentionSpec, arch: Arch, device: int | None) -> dict[str, Kernel]:
-    """The kernels of `spec` by kind, built where the cache lacks them. `device=None` loads emulated kernels, which have
-    the tiles of the tables; those for a card have what was tuned on it."""
-    plans = plan(spec, arch) if device is None else plan_for(spec, arch, lambda: card(device))
+    """The kernels of `spec` by kind, built where the cache lacks them."""
+    plans = planned(spec, arch, device)
     if plans[0].family != arch.family:
         log.debug("%s: the %s family has no such kernel, that of %s runs", spec.slug, arch.family, plans[0].family)
     return load_planned(plans, device)
+
+
+def planned(spec: AttentionSpec, arch: Arch, device: int | None) -> tuple[KernelPlan, ...]:
+    """The kernels of `spec`. `device=None` is the CPU, where they have the tiles of the tables; those for a card have
+    what was tuned on it."""
+    return plan(spec, arch) if device is None else plan_for(spec, arch, lambda: card(device))
 
 
 def card(device: int) -> Gpu:

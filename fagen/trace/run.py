@@ -17,9 +17,9 @@ from fagen.cache import Artifact
 from fagen.call import Sizes, check_splits
 from fagen.check import Case, Comparison, Inputs
 from fagen.errors import LaunchError, SpecError
-from fagen.kernels import Kernel
+from fagen.kernels import Kernel, planned
 from fagen.ops import Attention, default_arch
-from fagen.plan import KernelPlan, plan
+from fagen.plan import KernelPlan
 from fagen.prepared import MOST_DECODE_ROWS, in_parts
 from fagen.spec import AttentionSpec
 from fagen.trace.backward import Backward
@@ -147,7 +147,7 @@ def trace_case(
     """`trace` of one call."""
     case = replace(case, lse_gradient=case.spec.backward)
     index = None if emulate else torch.cuda.current_device()
-    kernels = plan(case.spec, default_arch(index) if arch is None else resolve(arch))
+    kernels = planned(case.spec, default_arch(index) if arch is None else resolve(arch), index)
     problem = _problem(case, kernels, kind, index)
     if block is not None:
         problem.check(block)
