@@ -59,6 +59,8 @@ SANITIZED_GRADIENTS = [
     "hdim128_bf16_causal_backward_deterministic-b2h2k1-q70k130",
     "hdim256_bf16_causal_backward-b1h2k1-q40k70",
     "hdim256_bf16_causal_backward_deterministic-b1h4k2-q65k70",
+    "hdim64_bf16_bias_backward-b2h2k1-q65k70-bias-dlse",
+    "hdim136_fp16_softcap_bias_dropout_backward-b2h2k1-q70k130-bias",
     *test_gradients.ORDERS[4:],
 ]
 

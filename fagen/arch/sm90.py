@@ -156,7 +156,7 @@ def backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     if widest > 128:
         return HopperBackwardTile(64, tile_n=64, stages=2, producer_registers=24, shares_keys=True)
     # Addresses of a bias, and scores that are kept for a gradient behind a cap, take the registers of half the queries:
-    # 1084 and 1780 bytes would spill at d64 causal, where 64 queries spill nothing.
+    # 904 and 1708 bytes would spill at d64 causal, where 64 queries spill nothing.
     crowded = spec.bias or len(late_mods(spec)) > 1
     if widest <= 64 and not crowded:
         # d64 causal: 1.21; 1.19 with dQ late; 64 queries, three stages 0.80.
