@@ -122,22 +122,33 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     widest = max(padded(spec.head_dim), padded(spec.dim_v))
     # Of the producer beside two consumers: finding sequences takes more than 24, which the consumers can spare.
     two = 40 if spec.varlen else 24
+    # Dropout needs the registers of two consumers, and of Q. It may not change the keys a step: with a probability of 0
+    # it gives the bits of the kernel without it. With gradients the rows of statistics are padded to whole tiles of 128.
+    three = not (spec.backward or spec.dropout)
+    if widest <= 64 and spec.backward:
+        # d64 full, causal: 515 and 519; 160 keys 500 and 474, 112 keys 416 and 438.
+        return HopperTile(128, tile_n=192, stages=2, q_in_registers=not spec.dropout, producer_registers=two)
     if widest <= 64:
-        # d64 full: 589, causal 480; 96 keys 555 and 457, 80 keys 518 and 467. 128 x 128 445 and 413, in its run 617 and
-        # 532.
-        # With gradients the rows of statistics are padded to whole tiles of 128; dropout needs the registers of two
-        # consumers. Neither may change the keys a step: with a probability of 0, dropout gives the bits of the kernel
-        # without it.
-        tile_m = 128 if spec.backward or spec.dropout else 192
-        producer = 32 if tile_m == 192 else two
-        return HopperTile(tile_m, tile_n=112, stages=2, q_in_registers=not spec.dropout, producer_registers=producer)
+        # d64 full, causal: 590 and 550; 112 keys and Q in registers 577 and 531, 96 keys 568 and 536.
+        return _three_or_two(three, 128, two)
+    if widest <= 96 and not (spec.causal or spec.window or spec.mods or spec.backward):
+        # d96 full: 656, 1k 518; two consumers with 128 keys 507 and 503. Causal 1k would be slower: 368, which has 431.
+        return _three_or_two(three, 96, two)
     if widest <= 128:
         # d128 full: 689, 1k 598, causal 1k 372. 144 keys 711, 538 and 324; 112 keys 661, 536 and 339.
         # All of these together would spill 8 bytes with Q in registers.
         crowded = spec.dropout or (spec.window and spec.mods and spec.backward)
         return HopperTile(128, tile_n=128, stages=2, q_in_registers=not crowded, producer_registers=two)
-    tile_n = 96 if widest <= 192 else 80
-    return HopperTile(128, tile_n=tile_n, stages=2, q_in_registers=False, producer_registers=two)
+    # d192 full, 1k, causal, 1k: 729, 668, 678, 484; 96 keys and Q in shared memory 721, 570, 674, 413, 80 keys so 724, 635,
+    # 685, 460.
+    q_in_registers = widest <= 192 and not (spec.dropout or spec.mods)
+    return HopperTile(128, tile_n=80, stages=2, q_in_registers=q_in_registers, producer_registers=two)
+
+
+def _three_or_two(three: bool, keys: int, producer: int) -> HopperTile:
+    """Three consumers, or two where those have too few registers, with Q in shared memory."""
+    rows, registers = (192, 32) if three else (128, producer)
+    return HopperTile(rows, tile_n=keys, stages=2, q_in_registers=False, producer_registers=registers)
 
 
 def late_mods(spec: AttentionSpec) -> tuple[Mod, ...]:
