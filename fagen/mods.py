@@ -8,6 +8,8 @@ The fragment has `forward`, which changes one score, or `tile`, which changes al
 have `exponent`, which makes one score one in log2 units, and `exponent_holds`, whether that was right for all of them:
 the Hopper forward then need not know the row maxima, as it has to where there is `tile` alone. Its `backward` turns the
 gradient of the new score into that of the old; before, its `value_gradient` adds to that of the value (`Mod.gradient`).
+Both are for one score, wherever it lies. For Hopper's backward, whose scores lie keys by queries, a fragment may have
+`tile_transposed` besides, and `value_gradient_setup`, what a step declares for `value_gradient`.
 """
 
 from __future__ import annotations
