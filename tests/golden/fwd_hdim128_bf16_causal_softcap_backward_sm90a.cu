@@ -942,11 +942,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_fwd(const __grid_
             if (params.stats && quad == 0) {
                 float* stats = params.stats + 2 * (static_cast<i64>(batch_head) * padded_rows(seqlen_q) + row);
                 const bool empty = sum == 0.0f || row >= seqlen_q;
-                // Far from 0 the two stay apart, since their sum would lose the smaller.
-                const float reference = row_max[m][r] * params.softcap_log2;
-                const bool apart = fabsf(reference) > 1024.0f;
-                st_global_f32(stats, apart && !empty ? row_max[m][r] : 0.0f);
-                st_global_f32(stats + 1, empty ? -NEG_INF : (apart ? 0.0f : reference) + log2_approx(sum));
+                // All of it in the sum: what a modification's derivative reads of a score is to be the score.
+                st_global_f32(stats, 0.0f);
+                st_global_f32(stats + 1, empty ? -NEG_INF : row_max[m][r] * params.softcap_log2 + log2_approx(sum));
             }
             factors[r] = factor;
         }
