@@ -24,7 +24,7 @@ from fagen.bench import speed as speed_bench
 from fagen.bench.compile import CompileReport, Job, Timing
 from fagen.bench.contestants import CUDNN, FA2, FLEX
 from fagen.bench.results import OURS, Machine
-from fagen.bench.speed import CUDNN_PLAIN, PACKED, PLAIN, Result, Row, SpeedReport
+from fagen.bench.speed import CUDNN_PLAIN, DETERMINISTIC, PACKED, PLAIN, Result, Row, SpeedReport
 from fagen.cli import main
 from fagen.errors import BuildError, SpecError, ToolchainError
 from fagen.spec import AttentionSpec
@@ -592,7 +592,7 @@ def test_who_takes_part_in_a_row() -> None:
     against = contestants.choose(["fa2", "cudnn", "flex"])
     assert list(speed_bench._makers(Row(64, True, 256), against, None)) == [OURS, PACKED, FA2, CUDNN, FLEX]
     backward = speed_bench._makers(Row(64, True, 256, backward=True), against, None)
-    assert list(backward) == [OURS, FA2, CUDNN, FLEX]
+    assert list(backward) == [OURS, DETERMINISTIC, FA2, CUDNN, FLEX]
     capped = speed_bench._makers(Row(64, True, 256, softcap=True), against, None)
     assert list(capped) == [OURS, FLEX, PLAIN, CUDNN_PLAIN]
     assert list(speed_bench._makers(Row(64, True, 256, softcap=True), against[2:], None)) == [OURS, FLEX, PLAIN]

@@ -123,7 +123,8 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     # Of the producer beside two consumers: finding sequences takes more than 24, which the consumers can spare.
     two = 40 if spec.varlen else 24
     # Dropout needs the registers of two consumers, and of Q. It may not change the keys a step: with a probability of 0
-    # it gives the bits of the kernel without it. With gradients the rows of statistics are padded to whole tiles of 128.
+    # it gives the bits of the kernel without it. With gradients the rows of statistics are padded to whole tiles of
+    # 128.
     three = not (spec.backward or spec.dropout)
     if widest <= 64 and spec.backward:
         # d64 full, causal: 515 and 519; 160 keys 500 and 474, 112 keys 416 and 438.
@@ -139,8 +140,8 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
         # All of these together would spill 8 bytes with Q in registers.
         crowded = spec.dropout or (spec.window and spec.mods and spec.backward)
         return HopperTile(128, tile_n=128, stages=2, q_in_registers=not crowded, producer_registers=two)
-    # d192 full, 1k, causal, 1k: 729, 668, 678, 484; 96 keys and Q in shared memory 721, 570, 674, 413, 80 keys so 724, 635,
-    # 685, 460.
+    # d192 full, 1k, causal, 1k: 729, 668, 678, 484; 96 keys and Q in shared memory 721, 570, 674, 413, 80 keys so 724,
+    # 635, 685, 460.
     q_in_registers = widest <= 192 and not (spec.dropout or spec.mods)
     return HopperTile(128, tile_n=80, stages=2, q_in_registers=q_in_registers, producer_registers=two)
 

@@ -30,6 +30,7 @@ from fagen.files import replacing
 _STYLES = {
     OURS: "ours",
     speed.PACKED: "ours-2",
+    speed.DETERMINISTIC: "ours-2",
     speed.PLAIN: "ours-pale",
     decode.ONE_PART: "ours-pale",
     decode.PAGED: "ours-2",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fagen.bench.contestants import CUDNN, FA2, FLEX
 from fagen.bench.results import OURS
-from fagen.bench.speed import CUDNN_PLAIN, PACKED, PLAIN, SpeedReport, cell, columns
+from fagen.bench.speed import CUDNN_PLAIN, DETERMINISTIC, PACKED, PLAIN, SpeedReport, cell, columns
 from fagen.errors import SpecError, ToolchainError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def figure(report: SpeedReport, *, date: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    shown = [name for name in columns() if name != PACKED]
+    shown = [name for name in columns() if name not in (PACKED, DETERMINISTIC)]
     names = [name for name in shown if any(result.rates.get(name) for result in report.results)]
     bars = sum(bool(value) for result in report.results for value in result.rates.values())
     height = bars * _BAR + len(report.results) * _GAP

@@ -29,6 +29,7 @@ WARM_UP_SECONDS = 0.5  # of all contestants in turns before the first timing: a 
 # In rows with softcap the same row without it: fagen's kernel, and cuDNN's, which knows no softcap.
 PLAIN, CUDNN_PLAIN = "without softcap", "cuDNN without"
 PACKED = "fagen packed"  # the same tensors as packed sequences
+DETERMINISTIC = "fagen deterministic"
 _MATMUL = "matmul"
 
 
@@ -199,8 +200,8 @@ def measure(
         tensor.requires_grad_(row.backward)
     makers = _makers(row, choose() if against is None else against, arch)
     calls, outputs, failures = first_calls(makers, (q, k, v))
-    others = [name for name in outputs if name not in (OURS, PACKED, PLAIN, CUDNN_PLAIN)]
-    difference, compared_with = differences(outputs, [OURS], others)
+    others = [name for name in outputs if name not in (OURS, PACKED, DETERMINISTIC, PLAIN, CUDNN_PLAIN)]
+    difference, compared_with = differences(outputs, [OURS, DETERMINISTIC], others)
     outputs.clear()
     seconds = take_turns(calls | {_MATMUL: _matmul()}, samples)
     return Result(
@@ -303,6 +304,8 @@ def legend(report: SpeedReport) -> list[str]:
         parts.append("goal, FA3 scaled: what was set and what FlashAttention-3 reached on an H200, scaled by cuDNN")
     if any(PACKED in result.rates for result in report.results):
         parts.append(f"{PACKED}: the same tensors as packed sequences")
+    if any(DETERMINISTIC in result.rates for result in report.results):
+        parts.append(f"{DETERMINISTIC}: gradients that are bitwise equal from run to run")
     if report.matmul:
         size = f"{MATMUL_SIZE} x {MATMUL_SIZE} x {MATMUL_SIZE}"
         parts.append(f"matmul: {size} in bf16 through cuBLAS in the same turns, {report.matmul:.0f} TFLOP/s")
@@ -363,7 +366,7 @@ def _table(title: str, of_rows: Sequence[Result]) -> Table:
 
 def columns() -> tuple[str, ...]:
     """All names that a result can have, in the order of the tables."""
-    return (OURS, PACKED, *(contestant.name for contestant in everyone()), PLAIN, CUDNN_PLAIN)
+    return (OURS, PACKED, DETERMINISTIC, *(contestant.name for contestant in everyone()), PLAIN, CUDNN_PLAIN)
 
 
 def _target(specs: Sequence[AttentionSpec], arch: str | None) -> str:
@@ -418,6 +421,9 @@ def _makers(row: Row, against: Sequence[Contestant], arch: str | None) -> dict[s
     makers: dict[str, Callable[..., Callable[[], Any]]] = {OURS: lambda *qkv: _ours(row.spec, arch, *qkv)}
     if not (row.softcap or row.backward):
         makers[PACKED] = lambda *qkv: _ours_packed(row.spec, arch, *qkv)
+    if row.backward:
+        deterministic = row.spec.model_copy(update={"deterministic": True})
+        makers[DETERMINISTIC] = lambda *qkv: _ours(deterministic, arch, *qkv)
     softcap = SOFTCAP if row.softcap else None
     makers |= {other.name: of(other, softcap) for other in against if other.softcap or not row.softcap}
     if row.softcap:
