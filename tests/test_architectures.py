@@ -144,15 +144,20 @@ def test_hopper_backwards_overlap_their_products() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_plain_hopper_backwards_keep_all_in_registers(causal: bool) -> None:
-    """Nothing spills, but for up to 32 bytes of causal ones: an address or two, stored before the loop over steps and
-    read again in it."""
-    plain = [AttentionSpec(head_dim=head_dim, causal=causal, backward=True) for head_dim in (64, 128, 192, 256)]
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plain_hopper_backwards_keep_all_in_registers(causal: bool, deterministic: bool) -> None:
+    """Nothing spills, but for up to 16 bytes of causal ones at d64: an address or two, stored before the loop over steps
+    and read again in it."""
+    plain = [
+        AttentionSpec(head_dim=head_dim, causal=causal, backward=True, deterministic=deterministic)
+        for head_dim in (64, 128, 192, 256)
+    ]
     compiled = hopper_backwards(plain)
     assert len(compiled) == 4
     for kernel, artifact in compiled:
         assert artifact.resources is not None
-        assert artifact.resources.spill_stores <= (32 if causal else 0), kernel.slug
+        allowed = 16 if causal and kernel.spec.head_dim == 64 else 0
+        assert artifact.resources.spill_stores <= allowed, kernel.slug
         assert artifact.resources.stack == artifact.resources.spill_stores, kernel.slug
 
 

@@ -129,6 +129,9 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     if widest <= 64 and spec.backward:
         # d64 full, causal: 515 and 519; 160 keys 500 and 474, 112 keys 416 and 438.
         return HopperTile(128, tile_n=192, stages=2, q_in_registers=not spec.dropout, producer_registers=two)
+    if widest <= 64 and spec.mods:
+        # 128 keys would spill 60 bytes with a causal softcap.
+        return _three_or_two(three, 112, two, q_in_registers=not spec.dropout)
     if widest <= 64:
         # d64 full, causal: 590 and 550; 112 keys and Q in registers 577 and 531, 96 keys 568 and 536.
         return _three_or_two(three, 128, two)
@@ -146,10 +149,10 @@ def forward_tile(spec: AttentionSpec) -> HopperTile:
     return HopperTile(128, tile_n=80, stages=2, q_in_registers=q_in_registers, producer_registers=two)
 
 
-def _three_or_two(three: bool, keys: int, producer: int) -> HopperTile:
-    """Three consumers, or two where those have too few registers, with Q in shared memory."""
+def _three_or_two(three: bool, keys: int, producer: int, q_in_registers: bool = False) -> HopperTile:
+    """Three consumers, or two where those have too few registers."""
     rows, registers = (192, 32) if three else (128, producer)
-    return HopperTile(rows, tile_n=keys, stages=2, q_in_registers=False, producer_registers=registers)
+    return HopperTile(rows, keys, stages=2, q_in_registers=q_in_registers, producer_registers=registers)
 
 
 def late_mods(spec: AttentionSpec) -> tuple[Mod, ...]:
