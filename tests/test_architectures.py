@@ -146,8 +146,8 @@ def test_hopper_backwards_overlap_their_products() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_plain_hopper_backwards_keep_all_in_registers(causal: bool, deterministic: bool) -> None:
-    """Nothing spills, but for up to 16 bytes of causal ones at d64: an address or two, stored before the loop over steps
-    and read again in it."""
+    """Nothing spills, but for up to 16 bytes of causal ones at d64: addresses, stored before the loop over steps and
+    read again in it."""
     plain = [
         AttentionSpec(head_dim=head_dim, causal=causal, backward=True, deterministic=deterministic)
         for head_dim in (64, 128, 192, 256)
