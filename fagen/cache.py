@@ -50,6 +50,7 @@ _ARTIFACT_FILES = frozenset(
 _LOCKS = ".locks"
 _STAGING = ".tmp"
 _FAILED = "failed"
+_TEMPLATES = ".templates"
 _STAGING_LOCK = ".lock"
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # of a rename to a place where something is
 
@@ -478,6 +479,23 @@ def check_trust(artifact: Artifact) -> None:
         doubt = _doubt(path)
         if doubt is not None:
             raise CacheError(doubt)
+
+
+def templates_file(name: str) -> Path | None:
+    """Where a template is kept as Python code, or will be, in a cache that is there already; None where others could
+    have written it, for that code runs in this process."""
+    root = cache_dir()
+    folder = root / _TEMPLATES
+    file = folder / name
+    if not root.is_dir() or _doubt_of_tree(root) or _doubt(folder) or _doubt(file):
+        return None
+    return file
+
+
+def forget_templates() -> None:
+    """Removes what is kept of templates as Python code."""
+    for root in _all_dirs():
+        shutil.rmtree(root / _TEMPLATES, ignore_errors=True)
 
 
 def _doubt(path: Path) -> str | None:

@@ -11,15 +11,17 @@ from typing import IO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of `path` in one step at the end, readable by everybody. Whoever reads
-    `path` finds the old file or the whole new one; after an error the old one stays. Raises OSError."""
+    `path` finds the old file or the whole new one; after an error the old one stays. Without `sync` a crash of the
+    system may leave a part of it. Raises OSError."""
     # Beside the target, so that the rename at the end is one step.
     with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)
         except BaseException:

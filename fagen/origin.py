@@ -94,7 +94,7 @@ def _marked(text: str, template: str, first: int) -> str:
 
 @cache
 def _environment(plain: jinja2.Environment) -> jinja2.Environment:
-    result = plain.overlay(extensions=[_Marks])
+    result = plain.overlay(extensions=[_Marks], bytecode_cache=None)  # its code is of other text, of the same name
     whole: Any = plain.globals["plain"]
     result.globals = {**plain.globals, "plain": lambda path: _marked(whole(path), path, 1)}
     return result

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+from jinja2.bccache import Bucket
 
+from fagen import cache as artifacts
 from fagen import registry
 from fagen.errors import BuildError, FagenError
+from fagen.files import replacing
 from fagen.plan import KernelPlan
 from fagen.stages import TracedPlan
 
@@ -49,6 +54,41 @@ class _Loader(jinja2.FileSystemLoader):
         return source, filename, same
 
 
+class _Compiled(jinja2.BytecodeCache):
+    """Templates as Python code, beside the kernels: to compile those of a kernel takes ten times as long as to render
+    it.
+
+    Jinja knows the code again by the template's text. Here it is bound to what else decides it, which is in this module
+    and in Jinja, and checked before it is read.
+    """
+
+    def __init__(self) -> None:
+        self._key = jinja2.__version__.encode() + Path(__file__).read_bytes()
+
+    def _sum(self, code: bytes) -> bytes:
+        return hashlib.sha256(self._key + code).digest()
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        path = artifacts.templates_file(bucket.key)
+        if path is None:
+            return
+        with suppress(OSError):
+            content = path.read_bytes()
+            checksum, code = content[:32], content[32:]
+            if checksum == self._sum(code):
+                bucket.bytecode_from_string(code)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        path = artifacts.templates_file(bucket.key)
+        if path is None:
+            return
+        code = bucket.bytecode_to_string()
+        with suppress(OSError):  # a cache that this user may only read, a full disk: it is only slower
+            path.parent.mkdir(mode=0o755, exist_ok=True)
+            with replacing(path, sync=False) as file:
+                file.write(self._sum(code) + code)
+
+
 @cache
 def environment() -> jinja2.Environment:
     """The Jinja environment of `template_dir()`: an undefined name is an error, and blocks leave no blank lines."""
@@ -65,6 +105,7 @@ def _environment(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         auto_reload=True,
+        bytecode_cache=_Compiled(),
     )
     result.filters["inset"] = _inset
     result.filters["deeper"] = _deeper

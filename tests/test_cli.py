@@ -268,6 +268,18 @@ def test_list_says_what_compiled_each_and_when_it_was_used(run: Fagen, copied: P
     assert row["used"] < 60 and row["age"] >= 3 * 86400
 
 
+def test_clean_takes_the_code_of_templates(run: Fagen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAGEN_CACHE_DIR", str(tmp_path))
+    code = tmp_path / ".templates"
+    code.mkdir()
+    (code / "some").write_bytes(b"code")
+    for what in (["--older-than", "30d"], ["--dry-run"]):
+        assert run("clean", *what, "--yes").code == 0
+        assert code.exists()
+    assert run("clean", "--yes").code == 0
+    assert not code.exists()
+
+
 def test_clean_by_last_use_and_by_size(run: Fagen, copied: Path) -> None:
     (old,), (new,) = copied.glob("fwd_hdim8_*"), copied.glob("fwd_hdim16_*")
     os.utime(old, (1, time.time() - 40 * 86400))

@@ -149,6 +149,102 @@ def test_no_golden_file_is_left_over() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {f"{slug}.cu" for slug in GOLDENS}
 
 
+@pytest.fixture
+def a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a process that has read no template yet; `fresh` makes it so again."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o755)
+    monkeypatch.setenv("FAGEN_CACHE_DIR", str(cache))
+    fresh()
+    yield cache
+    fresh()
+
+
+def fresh() -> None:
+    render.environment.cache_clear()
+    render._environment.cache_clear()
+
+
+def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(*_: object, **__: object) -> str:
+        raise AssertionError("a template is compiled")
+
+    monkeypatch.setattr(jinja2.Environment, "_generate", generate)
+
+
+def test_templates_are_compiled_once(a_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kernel,) = plan(AttentionSpec(head_dim=64), resolve("sm80"))
+    text = render.render(kernel)
+    fresh()
+    compiles_nothing(monkeypatch)
+    assert render.render(kernel) == text
+
+
+def test_a_changed_template_is_compiled_anew(a_cache: Path, tmp_path: Path) -> None:
+    (kernel,) = plan(AttentionSpec(head_dim=64), resolve("sm80"))
+    templates = tmp_path / "templates"
+    shutil.copytree(render.template_dir(), templates)
+    render.render(kernel, templates=templates)
+    fresh()
+    forward = templates / "sm80" / "fwd.cu.j2"
+    forward.write_text(forward.read_text().replace("// S = Q K^T", "// here"))
+    assert "// here" in render.render(kernel, templates=templates)
+
+
+def test_damaged_code_of_templates_is_not_read(a_cache: Path) -> None:
+    (kernel,) = plan(AttentionSpec(head_dim=64), resolve("sm80"))
+    text = render.render(kernel)
+    files = list((a_cache / ".templates").iterdir())
+    assert len(files) > 5
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    fresh()
+    assert render.render(kernel) == text
+    for file in files:
+        file.write_bytes(b"")
+    fresh()
+    assert render.render(kernel) == text
+
+
+def test_code_of_templates_is_of_this_module(a_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another version of it made, whose filters may do something else, is compiled anew."""
+    (kernel,) = plan(AttentionSpec(head_dim=64), resolve("sm80"))
+    text = render.render(kernel)
+    fresh()
+    monkeypatch.setattr(jinja2, "__version__", "0")
+    with monkeypatch.context() as patched:
+        compiles_nothing(patched)
+        with pytest.raises(AssertionError, match="a template is compiled"):
+            render.render(kernel)
+    fresh()
+    assert render.render(kernel) == text
+
+
+def test_code_of_templates_that_others_could_have_written_is_not_run(
+    a_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernel,) = plan(AttentionSpec(head_dim=64), resolve("sm80"))
+    text = render.render(kernel)
+    a_cache.chmod(0o777)
+    fresh()
+    with monkeypatch.context() as patched:
+        compiles_nothing(patched)
+        with pytest.raises(AssertionError, match="a template is compiled"):
+            render.render(kernel)
+    for file in (a_cache / ".templates").iterdir():
+        file.unlink()
+    fresh()
+    assert render.render(kernel) == text
+    assert not list((a_cache / ".templates").iterdir())
+
+
+def test_where_there_is_no_cache_rendering_makes_none(a_cache: Path) -> None:
+    a_cache.rmdir()
+    (kernel,) = plan(AttentionSpec(head_dim=64), resolve("sm80"))
+    render.render(kernel)
+    assert not a_cache.exists()
+
+
 def test_golden_kernels_meet_every_template() -> None:
     """All but the primitives, of which a fragment of one's own may call some that no kernel here does."""
     rendered = "".join(render.render(kernel) for kernel in GOLDENS.values())

@@ -70,6 +70,8 @@ def clean(
         removed, freed = cache.clean(
             lambda entry: entry.directory in last_use and not (limited and entry.used > last_use[entry.directory])
         )
+        if not (names or limited):
+            cache.forget_templates()
     if as_json:
         output.emit({"dry_run": dry_run, "removed": removed, "freed": freed, "artifacts": rows})
     elif dry_run:
