@@ -647,7 +647,6 @@ static_assert(BARRIERS_OFFSET + 8 * (3 + 4 * STAGES + 2) == 173672, "shared memo
 
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr u32 CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;  // named barriers: of all that compute, and one of each
-constexpr u32 DQ_TURN = 4, DQ_ADDED = 6;  // of each warpgroup and the warp that keeps its turns
 
 // >>> common/statistics.cuh.j2
 // Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.

@@ -596,7 +596,8 @@ static_assert(BARRIERS_OFFSET + 8 * (3 + 4 * STAGES) == 149080, "shared memory")
 
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr u32 CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;  // named barriers: of all that compute, and one of each
-constexpr u32 DQ_FULL = 4, DQ_EMPTY = 8;  // of each warpgroup and the warp that adds: a part is there, is read; of two buffers
+constexpr u32 DQ_FULL = 4, DQ_EMPTY = 8;  // of each warpgroup and the warp that adds its dQ, for each buffer: it is there, is read
+constexpr u32 WITH_ADDER = 128 + 32;  // threads at these
 
 // >>> common/philox.cuh.j2
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): 128 random bits from a counter and a key.
@@ -733,10 +734,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         // >>> sm90/add_parts.cuh.j2
         if (steps == 0) return;
         const bool first_lane = threadIdx.x % 32 == 0;
-        for (int buffer = 0; buffer < DQ_BUFFERS; ++buffer) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, 128 + 32);
+        for (int buffer = 0; buffer < DQ_BUFFERS; ++buffer) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, WITH_ADDER);
         for (int buffer = 0; buffer < DQ_LAG; ++buffer) {  // nothing yet
-            named_barrier_sync(DQ_FULL + 2 * buffer + warpgroup, 128 + 32);
-            if (buffer < steps) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, 128 + 32);
+            named_barrier_sync(DQ_FULL + 2 * buffer + warpgroup, WITH_ADDER);
+            if (buffer < steps) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, WITH_ADDER);
         }
         auto first_tile = [&](int head) {
             return static_cast<i64>(head) * params.dq_tiles + q_begin / TILE_M + batch + m_first;
@@ -747,14 +748,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         for (int step = 0; step < steps; ++step) {
             float* sum = params.dq_sum + tile * DQ_TILE_FLOATS + warpgroup * 4 * DQ_WARP_FLOATS;
             const u32 buffer = (step + DQ_LAG) % DQ_BUFFERS;
-            named_barrier_sync(DQ_FULL + 2 * buffer + warpgroup, 128 + 32);
+            named_barrier_sync(DQ_FULL + 2 * buffer + warpgroup, WITH_ADDER);
             if (first_lane && params.dq_sum) {
                 bulk_add_f32(sum, dQ_smem + (2 * buffer + warpgroup) * DQ_PART_BYTES, DQ_PART_BYTES);
                 tma_store_commit();
                 tma_store_wait_read<0>();
             }
             __syncwarp();
-            if (step + DQ_BUFFERS < steps) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, 128 + 32);
+            if (step + DQ_BUFFERS < steps) named_barrier_arrive(DQ_EMPTY + 2 * buffer + warpgroup, WITH_ADDER);
             ++tile;
             m0 += TILE_M;
             if (m0 >= query_end) {
@@ -810,7 +811,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const u64 K_matrix = mn_major(K_smem + warpgroup * TILE_N * ROW_BYTES, TILE_N);
     // Fragments, as they lie in the sum.
     const u32 dQ_part = dQ_smem + warp * DQ_WARP_FLOATS * sizeof(float);
-    auto await_part = [&](int step) { named_barrier_sync(DQ_EMPTY + step % DQ_BUFFERS * 2 + warpgroup, 128 + 32); };
+    auto await_part = [&](int step) {  // what was in the buffer before has left
+        named_barrier_sync(DQ_EMPTY + step % DQ_BUFFERS * 2 + warpgroup, WITH_ADDER);
+    };
     auto store_part = [&](int step) {
         const u32 part = dQ_part + step % DQ_BUFFERS * (CONSUMERS * DQ_PART_BYTES);
 #pragma unroll
@@ -819,6 +822,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                                  float_bits(dQ_rmem[j][3])};
             st_shared_b128(part + dq_sum_offset(0, j, 0, lane) * sizeof(float), bits);
         }
+    };
+    auto add_part = [&](int step) {  // after a fence_proxy_async
+        named_barrier_arrive(DQ_FULL + step % DQ_BUFFERS * 2 + warpgroup, WITH_ADDER);
     };
 
     int head = first_head, m0 = m_first * TILE_M;
@@ -1118,7 +1124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         fence_proxy_async();
         __syncwarp();
         release(dS_full);
-        named_barrier_arrive(DQ_FULL + step % DQ_BUFFERS * 2 + warpgroup, 128 + 32);
+        add_part(step);
 
         mbarrier_wait(dS_full, step % 2);
         // dQ = dS^T K
@@ -1145,7 +1151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         await_part(step);
         store_part(step);
         fence_proxy_async();
-        named_barrier_arrive(DQ_FULL + step % DQ_BUFFERS * 2 + warpgroup, 128 + 32);
+        add_part(step);
     };
     if (steps > 0) {
         finish_part(steps);
