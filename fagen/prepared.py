@@ -345,9 +345,9 @@ class Recent:
         """The call, if the last one with `values` had such tensors."""
         try:
             alike, call = self._calls[values]
-        except (KeyError, TypeError):  # also a value that cannot be hashed: the checks say what it should have been
+            return call if alike(*tensors) else None
+        except (KeyError, TypeError):  # also what cannot be hashed, or fewer tensors: the checks say what should be
             return None
-        return call if alike(*tensors) else None
 
     def note(self, call: Call, values: tuple[Any, ...], *tensors: torch.Tensor) -> None:
         """`call` is the last one with `values`."""

@@ -187,6 +187,14 @@ def test_what_packed_sequences_need(change: dict[str, Any], message: str) -> Non
         fagen.load(PLAIN, emulate=True)(*packed(PLAIN, 7, 7), **given)
 
 
+def test_a_list_after_a_call_that_was_right() -> None:
+    """The call before is known by its tensors, of which there are fewer now."""
+    attention = fagen.load(PLAIN, emulate=True)
+    attention(*packed(PLAIN, 7, 7), cu_seqlens_q=BEGINS, cu_seqlens_k=BEGINS)
+    with pytest.raises(SpecError, match=r"cu_seqlens_q is \[0, 3, 7\]; expected a tensor"):
+        attention(*packed(PLAIN, 7, 7), cu_seqlens_q=[0, 3, 7], cu_seqlens_k=BEGINS)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     "given",
     [
