@@ -355,7 +355,7 @@ def flash_attn_with_kvcache(
         places = used.long()[:, None] + torch.arange(k.shape[1], device=device)
         if rotary_cos is not None and rotary_sin is not None:
             of_queries = torch.arange(q.shape[1], device=device)
-            left, right = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+            left, right = _bounds(window_size)
             if not causal and left < 0 and right < 0:
                 of_queries = torch.zeros_like(of_queries)
             q = _rotated(q, rotary_cos, rotary_sin, used.long()[:, None] + of_queries, rotary_interleaved)
@@ -405,6 +405,15 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
     return torch.cat((joined.to(x.dtype), rest), 3)
 
 
+def _bounds(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
+    """The window's left and right. SpecError for what is no pair."""
+    pair = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise SpecError(f"window_size={pair!r}: expected (left, right), -1 for no bound")
+    left, right = pair
+    return left, right
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -444,7 +453,7 @@ def _attend(
         )
         return (result[0][..., :dim_v], *result[1:]) if return_attn_probs else result[..., :dim_v]
 
-    left, right = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    left, right = _bounds(window_size)
     if right == 0:  # the diagonal bounds, as causal says it
         causal, right = True, -1
     window = left >= 0 or (right >= 0 and not causal)

@@ -44,6 +44,10 @@ class Attention:
     """A callable attention kernel. Made by `fagen.load`; safe to call from several threads."""
 
     def __init__(self, spec: AttentionSpec, *, arch: str | None = None, emulate: bool | None = None) -> None:
+        if not isinstance(spec, AttentionSpec):
+            raise SpecError(
+                f"spec must be an AttentionSpec, got {type(spec).__name__}: AttentionSpec(head_dim=64, ...)"
+            )
         self.spec = spec
         self.emulate = emulate
         self._arch = None if arch is None else resolve(arch)
@@ -325,7 +329,9 @@ class Attention:
             check_given(name, argument, True, given.get(argument))
         mods = tuple(given.pop(argument) for _, argument in self._wanted)
         if given:
-            raise SpecError(f"a call takes no argument {', '.join(given)}")
+            fields = [name for name in given if name in AttentionSpec.model_fields]
+            hint = f"; the spec says that: AttentionSpec(..., {fields[0]}=...)" if fields else ""
+            raise SpecError(f"a call takes no argument {', '.join(given)}{hint}")
         if torch.is_grad_enabled():
             for (_, argument), value in zip(self._wanted, mods, strict=True):
                 if argument in self._without_gradient and isinstance(value, torch.Tensor) and value.requires_grad:
@@ -601,7 +607,7 @@ def _described(value: Any) -> Any:
 
 @cache  # one notice a process
 def _warn_of_fallback(name: str) -> None:
-    log.warning("no GPU and no FAGEN_ARCH: building for %s", name)
+    log.warning("no GPU found, and neither arch=, FAGEN_ARCH nor TORCH_CUDA_ARCH_LIST is set: building for %s", name)
 
 
 def default_arch(index: int | None) -> Arch:

@@ -293,6 +293,8 @@ def test_tensors_that_fit_no_kernel(change: Any, message: str) -> None:
         ({"softcap": float("nan")}, "softcap must be a finite positive number"),
         ({"softmax_scale": 0.0}, "softmax_scale must be a finite positive number"),
         ({"window_size": (-3, 4)}, r"window=\(-3, 4\)"),
+        ({"window_size": 5}, r"window_size=5: expected \(left, right\)"),
+        ({"window_size": (1, 2, 3)}, r"window_size=\(1, 2, 3\): expected \(left, right\)"),
         ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,\)"),
         ({"alibi_slopes": torch.ones(4).half()}, r"alibi_slopes has dtype torch\.float16"),
     ],

@@ -126,6 +126,7 @@ def test_a_feature_without_its_value(full: fagen.Attention, name: str) -> None:
         ("alibi_slopes", torch.ones(2).double(), r"alibi_slopes has dtype torch\.float64; expected torch\.float32"),
         ("alibi_slopes", torch.ones(2, device="meta"), "alibi_slopes is on meta, q on cpu"),
         ("soft_cap", 5.0, "a call takes no argument soft_cap"),
+        ("causal", True, r"a call takes no argument causal; the spec says that: AttentionSpec\(\.\.\., causal="),
     ],
 )
 def test_values_that_mean_nothing(full: fagen.Attention, name: str, value: Any, message: str) -> None:
@@ -444,6 +445,18 @@ def test_parameters_are_packed_once_for_the_same_addresses(monkeypatch: pytest.M
         assert 1 <= len(launched._packed) <= 2
     with pytest.raises(ValueError, match="zip"):
         launched(*some[0].values(), torch.zeros(1))
+
+
+@pytest.mark.parametrize("spec", [{"head_dim": 16}, 16, None])
+def test_what_is_no_spec_is_named(spec: Any) -> None:
+    with pytest.raises(SpecError, match=f"spec must be an AttentionSpec, got {type(spec).__name__}"):
+        fagen.load(spec)
+
+
+@pytest.mark.parametrize("arch", [80, 9.0])
+def test_an_architecture_is_a_string(arch: Any) -> None:
+    with pytest.raises(SpecError, match=f"unknown architecture {arch}; known: sm75"):
+        fagen.load(AttentionSpec(head_dim=16), arch=arch)
 
 
 def test_the_last_call_is_found_for_such_tensors_only(plain: fagen.Attention) -> None:

@@ -107,7 +107,8 @@ def known() -> tuple[str, ...]:
 
 def resolve(name: str) -> Arch:
     """The target called `name`: "sm90", "sm_90", "9.0" or any of these with "+PTX". SpecError for any other."""
-    match = re.fullmatch(r"(?:sm_?(\d{2,3}[af]?)|(\d{1,2})\.(\d[af]?))(\+ptx)?", name.strip().lower())
+    pattern = r"(?:sm_?(\d{2,3}[af]?)|(\d{1,2})\.(\d[af]?))(\+ptx)?"
+    match = re.fullmatch(pattern, name.strip().lower()) if isinstance(name, str) else None
     if not match:
         raise SpecError(f"unknown architecture {name!r}; known: {', '.join(known())} (also written 9.0, or 9.0+PTX)")
     number = match[1] or match[2] + match[3]
