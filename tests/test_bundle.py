@@ -583,6 +583,7 @@ def test_build_takes_a_matrix(variants: str, nvcc: Stub, capsys: pytest.CaptureF
         (["bundle", "V", "-o", "O.tar"], "ends in .zip"),
         (["bundle", "V", "V", "-o", "O.zip"], "--merge joins bundles"),
         (["bundle", "--merge", "V", "--shard", "1/2", "-o", "O.zip"], "without --arch, --shard and --jobs"),
+        (["bundle", "--merge", "nope.zip", "-o", "O.zip"], "nope.zip: no such file or directory"),
     ],
 )
 def test_bad_input_is_one_clear_error(

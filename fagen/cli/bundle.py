@@ -36,6 +36,8 @@ def bundle(
     if merge:
         if arch is not None or shard is not None or jobs is not None:
             raise SpecError("--merge joins what is built: it goes without --arch, --shard and --jobs")
+        if missing := [str(file) for file in files if not file.exists()]:
+            raise SpecError(f"{', '.join(missing)}: no such file or directory")
         made = bundles.merge(out, [bundles.read(file) for file in files])
     else:
         if len(files) > 1:
