@@ -429,6 +429,12 @@ def test_a_fault_of_parts_or_pages_is_found_at_its_stage(name: str, wrong_templa
     assert not all(result.passed for result in found.results.values())
 
 
+def test_what_joins_parts_has_two_where_a_call_has_one() -> None:
+    assert traced(SPLIT, queries=3, keys=40).problem.parts == 1
+    found = traced(SPLIT, kind="combine", queries=3, keys=40)
+    assert found.passed and found.problem.parts == 2
+
+
 @pytest.mark.parametrize(("right", "wrong", "stage"), COMBINE_FAULTS)
 def test_a_fault_of_joining_is_found_at_its_stage(right: str, wrong: str, stage: str, templates: Path) -> None:
     plant(templates, COMBINE, right, wrong)

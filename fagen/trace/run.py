@@ -122,7 +122,7 @@ def trace(
     block: default the one that computes the worst element of the kernel's outputs; where keys are split, those of all
     parts. tile: only this step of it is looked at, a tile of keys, for "bwd" of queries, for "combine" a part of the
     keys. The sizes are those of `check.check`, but one query for "decode". num_splits: with spec.split_kv, parts of the
-    keys, default what a call would choose. Gradients are those of a loss of o and lse.
+    keys, default what a call would choose, for "combine" at least two. Gradients are those of a loss of o and lse.
 
     Raises SpecError for a kernel that the spec lacks or that cannot be traced, and for a block or a tile that is not
     there; and what `fagen.load` raises.
@@ -153,7 +153,7 @@ def trace_case(
         problem.check(block)
     problem.check_step(tile, block)
     device = "CPU (emulated)" if index is None else torch.cuda.get_device_name(index)
-    inputs = case.inputs(problem.device)
+    inputs = problem.case.inputs(problem.device)
     artifacts = find_or_build([*kernels, problem.traced], emulate=emulate)
     try:
         outputs = _call(problem, _attention(problem), inputs)
@@ -189,6 +189,8 @@ def _problem(case: Case, kernels: Sequence[KernelPlan], kind: str | None, index:
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     sizes = Sizes(case.batch, case.seqlen_q, case.heads, case.seqlen_k, case.heads_k)
     attending, _, parts = in_parts(there, sizes, case.num_splits, device)
+    if kind == "combine" and parts == 1 and case.num_splits is None:  # of a small call: two
+        attending, _, parts = in_parts(there, sizes, 2, device)
     if kind == "combine" and parts == 1:
         raise SpecError("this call has its keys in one part, and combine nothing to join: num_splits=2 or more")
     if kind in stages.FORWARDS and kind != attending.kind:
