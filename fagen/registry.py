@@ -273,8 +273,9 @@ def _declared(path: Path, declared: Any) -> Mod:
     unknown = set(declared) - _KEYS
     missing = {"fields", "eager", "example"} - set(declared)
     if unknown or missing:
-        wrong = f"has no {', '.join(sorted(missing))}" if missing else f"knows no {', '.join(sorted(unknown))}"
-        raise SpecError(f"{path}: declare {wrong}; it has {', '.join(sorted(_KEYS))}")
+        both = {"knows no": unknown, "has no": missing}
+        wrong = " and ".join(f"{what} {', '.join(sorted(keys))}" for what, keys in both.items() if keys)
+        raise SpecError(f"{path}: declare {wrong}; its keys are {', '.join(sorted(_KEYS))}")
     argument = declared.get("argument", name)
     takes = declared.get("takes", "number")
     if takes not in ("number", "tensor"):
