@@ -420,7 +420,7 @@ def test_no_folder(make: Any, message: str, tmp_path: Path, capsys: pytest.Captu
         ("slant", FRAGMENT.replace("set output_scale", "set scale"), "lacks output_scale"),
         ("slant", FRAGMENT.replace("{% endmacro %}\n{% macro b", "{% macro b"), r"slant\.cuh\.j2, line \d+: "),
         ("slant", "\n{% set x = nothing.at_all %}" + FRAGMENT, r"slant\.cuh\.j2, line 2: 'nothing' is undefined"),
-        ("slant", FRAGMENT.replace('"example": "0.1"', '"sample": "0.1"'), "knows no sample and has no example; its keys are argument"),
+        ("slant", FRAGMENT.replace('"example": "0.1"', '"sample": "0.1"'), "knows no sample and has no example"),
         ("slant", FRAGMENT.replace('"fields"', '"feilds": 1, "fields"'), "declare knows no feilds"),
         ("slant", FRAGMENT.replace("scores + value", "scores +* value"), "eager: .*: invalid syntax"),
         ("slant", FRAGMENT.replace('"value * LOG2E"', '"value", "a", "b"'), "is not .name, type, expression."),
