@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from processes import python_path
 from strategies import FEATURES, TOGETHER, served, specs
 
@@ -269,6 +269,7 @@ def test_golden_kernels_meet_every_template() -> None:
 
 @settings(max_examples=60)
 @given(served())
+@example((AttentionSpec(head_dim=64, backward=True, deterministic=True), resolve("sm90a")))
 def test_features_that_are_off_leave_no_token(pair: tuple[AttentionSpec, Arch]) -> None:
     spec, arch = pair
     for kernel in kernels_of(spec, arch):
@@ -280,7 +281,8 @@ def test_features_that_are_off_leave_no_token(pair: tuple[AttentionSpec, Arch]) 
         assert bool(re.search(POSITIONS, text)) == (on.causal or on.window or on.alibi)
     assert bool(re.search(r"stats|backward", render.render(kernel_of(spec, arch)))) == spec.backward
     order = "".join(render.render(kernel) for kernel in kernels_of(spec, arch))
-    assert bool(re.search(r"dq_sum|red_global", order)) == (spec.backward and not spec.deterministic)
+    summed = spec.backward and (not spec.deterministic or arch.family == "sm90")  # where blocks add in turns
+    assert bool(re.search(r"dq_sum|red_global", order)) == summed
 
 
 def test_every_feature_has_its_tokens() -> None:
