@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import everywhere, families
 from torch import Tensor
 
 import fagen
@@ -20,9 +21,6 @@ ORDERED = AttentionSpec(head_dim=16, causal=True, bias=True, backward=True, dete
 SHAPE = (2, 4, 40, 50)  # batch, heads, queries, keys
 
 both_orders = pytest.mark.parametrize("spec", [BOTH, ORDERED], ids=lambda spec: spec.slug)
-# What `load` is told: both families emulated, and on a GPU its own.
-families = pytest.mark.parametrize("arch", ["sm80", "sm90a"])
-everywhere = pytest.mark.parametrize("arch", ["sm80", "sm90a", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 
 def load(spec: AttentionSpec, arch: str = "sm80") -> fagen.Attention:

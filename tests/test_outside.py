@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import everywhere, families
 from processes import python_path
 from sessions import blocks
 
@@ -31,10 +32,6 @@ from fagen.spec import AttentionSpec
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "mods"
 NAMES = sorted(path.name.removesuffix(registry.SUFFIX) for path in EXAMPLES.iterdir() if path.suffix == ".j2")
-
-# What `load` is told: both families emulated, and on a GPU its own.
-families = pytest.mark.parametrize("arch", ["sm80", "sm90a"])
-everywhere = pytest.mark.parametrize("arch", ["sm80", "sm90a", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 FRAGMENT = """
 {% set declare = {"fields": [["slant_log2", "float", "value * LOG2E"]], "eager": "scores + value * col",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import families
 from torch import Tensor
 
 import fagen
@@ -17,8 +18,6 @@ from fagen.spec import AttentionSpec
 
 BOTH = AttentionSpec(head_dim=16, causal=True, sink=True, backward=True)
 SINK = torch.tensor([0.5, -math.inf, 300.0, -2.0])
-
-families = pytest.mark.parametrize("arch", ["sm80", "sm90a"])
 
 
 def inputs(spec: AttentionSpec, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
