@@ -72,14 +72,14 @@ def backward_smem_bytes(spec: AttentionSpec, tile: HopperBackwardTile) -> int:
     keys = tile_bytes(tile.tile_n, spec.head_dim) + tile_bytes(tile.tile_n, spec.dim_v)
     queries = tile_bytes(tile.tile_m, spec.head_dim) + tile_bytes(tile.tile_m, spec.dim_v)
     statistics = tile.tile_m * ROW_STATISTICS_BYTES
-    gradients = (2 if tile.late else 1) * tile_bytes(tile.tile_n, tile.tile_m)
-    barriers = 5 if tile.late else 3
-    if tile.shares_keys:
-        barriers += 2
+    buffers = 2 if tile.late else 1  # of dS and of dQ
+    gradients = buffers * tile_bytes(tile.tile_n, tile.tile_m)
+    barriers = 1 + 2 * buffers
     if tile.shares_keys:
         passed = tile.tile_n * tile.tile_m * FLOAT_BYTES
+        barriers += 2
     else:
-        passed = (2 if tile.late else 1) * tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
+        passed = buffers * tile.sum_tile(padded(spec.head_dim)).floats * FLOAT_BYTES
     return keys + tile.stages * (queries + statistics) + gradients + passed + 8 * (barriers + 4 * tile.stages)
 
 
