@@ -159,13 +159,20 @@ def _tile_of_99_kib(widest: int) -> TileConfig:
 def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile for few query rows, which is to read keys and values as fast as memory gives them.
 
-    What counts is bytes under way, and enough warps to find pages: steps of 64 KiB by 8 warps, 3 stages, one block a
-    multiprocessor; docs/decode.md has what others gave.
+    What counts is bytes under way, 64 to 96 KiB of them: steps of 48 KiB, three stages, one block a multiprocessor.
+    More, and some multiprocessors get them long before others; docs/decode.md has what others gave.
     """
     row_bytes = (padded(spec.head_dim) + padded(spec.dim_v)) * ELEMENT_BYTES
-    for warps, stages, step_bytes in ((8, 3, 64 * KIB), (4, 3, 32 * KIB), (4, 2, 32 * KIB), (2, 2, 16 * KIB)):
-        least = 16 * warps
-        keys = max(least, min(256, step_bytes // row_bytes // least * least))
+    for stages, step_bytes, warp_counts in (
+        (3, 48 * KIB, (8, 6, 4)),
+        (3, 32 * KIB, (4,)),
+        (2, 32 * KIB, (4,)),
+        (2, 16 * KIB, (2,)),
+    ):
+        most = min(256, step_bytes // row_bytes)
+        keys, warps = max((most // (16 * warps) * 16 * warps, warps) for warps in warp_counts)
+        if not keys:
+            keys, warps = 16 * warp_counts[-1], warp_counts[-1]
         tile = TileConfig(16, keys, warps=warps, stages=stages, blocks_per_sm=1, q_in_registers=True, along_keys=True)
         if smem_bytes(spec, tile) <= arch.smem_limit:
             return tile

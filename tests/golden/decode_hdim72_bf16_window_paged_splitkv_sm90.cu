@@ -660,7 +660,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     // >>> common/warp_sum.cuh.j2
     // Each warp has seen other keys of the same rows. What they have is brought to one reference a row; then each warp sums
-    // its share of the columns of O, in fragments d of `warp, warp + WARPS, ...`.
+    // its share of the columns of O: its fragment `own` is that of columns d = own * WARPS + warp. The number of the warp
+    // goes into addresses alone: this runs once, and code that is not there need not be fetched behind all keys and values.
+    constexpr int OWN_FRAGS = (2 * DIM_V_STEPS + WARPS - 1) / WARPS;
     constexpr int ROW_BYTES = 8;  // reference and sum of a row in a warp
     constexpr int O_LANES_BYTES = 32 * CHUNK_BYTES;  // a fragment of all lanes
     const u32 O_smem = Q_smem + WARPS * WARP_M * ROW_BYTES;
@@ -715,17 +717,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
     for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
-        for (int d = 0; d < 2 * DIM_V_STEPS; ++d) {
-            if (d % WARPS != warp) continue;
+        for (int own = 0; own < OWN_FRAGS; ++own) {
+            const int d = own * WARPS + warp;
+            if (2 * DIM_V_STEPS % WARPS != 0 && d >= 2 * DIM_V_STEPS) break;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) O_rmem[m][d][e] = 0.0f;
+            for (int e = 0; e < 4; ++e) O_rmem[m][own][e] = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const u32 place = O_smem + ((w * M_FRAGS + m) * 2 * DIM_V_STEPS + d) * O_LANES_BYTES + lane * CHUNK_BYTES;
                 u32 bits[4];
                 ld_shared_b128(bits, place);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) O_rmem[m][d][e] += __builtin_bit_cast(float, bits[e]);
+                for (int e = 0; e < 4; ++e) O_rmem[m][own][e] += __builtin_bit_cast(float, bits[e]);
             }
         }
     }
@@ -752,9 +755,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                      (head + row % pack) * params.o_head_stride + 2 * quad;
             float* o_partial = params.o_partial + (lse_row0 + (row) % pack * params.seqlen_q + (row) / pack) * HEAD_DIM_V + 2 * quad;
 #pragma unroll
-            for (int d = 0; d < 2 * DIM_V_STEPS; ++d) {
-                if (d * MMA_N >= HEAD_DIM_V || d % WARPS != warp) continue;
-                const float x = O_rmem[m][d][2 * r] * factor, y = O_rmem[m][d][2 * r + 1] * factor;
+            for (int own = 0; own < OWN_FRAGS; ++own) {
+                const int d = own * WARPS + warp;
+                if (OWN_FRAGS * WARPS * MMA_N != HEAD_DIM_V && d * MMA_N >= HEAD_DIM_V) break;
+                const float x = O_rmem[m][own][2 * r] * factor, y = O_rmem[m][own][2 * r + 1] * factor;
                 if (params.splits == 1) {
                     st_global_b32(o + d * MMA_N, pack_bf16(x, y));
                 } else {
