@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fagen.arch.sm80 import LEAST_PAGE
 from fagen.errors import SpecError
 from fagen.mods import LOG2E, CallContext, positive_float
 from fagen.reference import keep_threshold
@@ -198,8 +199,8 @@ def _paged_length(batch: int, k: torch.Tensor, v: torch.Tensor, table: Any) -> i
         )
     if v.shape[0] != k.shape[0]:
         raise SpecError(f"k has {k.shape[0]} pages and v {v.shape[0]}; they must be equal")
-    if size < 16 or size & (size - 1):
-        raise SpecError(f"k has pages of {size} keys; a power of two from 16 on is served")
+    if size < LEAST_PAGE or size & (size - 1):
+        raise SpecError(f"k has pages of {size} keys; a power of two from {LEAST_PAGE} on is served")
     return table.shape[1] * size
 
 

@@ -314,6 +314,8 @@ class KernelPlan:
             family = sm80.BACKWARD_PRIMITIVES
         if self.spec.split_kv:
             family = sm80.SPLIT_PRIMITIVES
+        if isinstance(self.tile, TileConfig) and sm80.page_numbers_bytes(self.spec, self.tile):
+            family = (*family, *sm80.PAGE_PRIMITIVES)
         if isinstance(self.tile, HopperTile):
             family = sm90.primitives(self.spec, self.tile)
         if isinstance(self.tile, HopperBackwardTile):

@@ -85,6 +85,14 @@ EXPECTED = [
     ("ldmatrix_unwritten", 1, 31, r"reads shared byte 1008 \(of 1024\), which no thread has written"),
     ("warp_writes_one_word", 1, 9, "write-after-write race.*warp 1, lane 8 wrote.*__syncwarp"),
     ("copy_from_null", 1, 3, "reads 16 bytes of global memory out of bounds.*address 0x0"),
+    ("word_missing_wait", 1, 10, "shared byte 8, .*warp 1, lane 8.*asynchronous copy.*not landed.*cp_async_wait"),
+    ("word_wait_without_barrier", 1, 9, "read-after-write race.*shared byte 8.*warp 1, lane 8 wrote"),
+    ("word_copy_over_read", 1, 31, "write-after-read race.*shared byte 28.*warp 0, lane 7 read"),
+    ("copy_over_word_copy", 1, 1, "writes shared byte 4, to which warp 0, lane 2 issued an asynchronous copy"),
+    ("word_copy_to_past_end", 1, 3, "copies 4 bytes at shared byte 1024, out of bounds"),
+    ("word_copy_from_past_end", 1, 3, "reads 4 bytes of global memory out of bounds: byte 256 of range 0"),
+    ("word_copy_to_misaligned", 1, 3, "copies 4 bytes at shared byte 2, which is misaligned: .* multiple of 4"),
+    ("word_copy_misaligned", 1, 3, "reads 4 bytes of global memory at 0x.* misaligned"),
 ]
 
 

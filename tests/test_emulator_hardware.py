@@ -15,7 +15,7 @@ from fagen.errors import ToolchainError
 from fagen.launch import CudaKernel
 from fagen.toolchain import find_cuda_compiler
 
-KERNELS = ["fragments", "warps", "numbers", "pipeline", "order", "faults", "races"]
+KERNELS = ["fragments", "warps", "numbers", "pipeline", "order", "faults", "races", "words"]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -92,6 +92,13 @@ def test_numbers_are_those_of_the_hardware(tmp_path: Path) -> None:
     torch.testing.assert_close(*exp2, rtol=2.0**-21, atol=0, equal_nan=True)
     torch.testing.assert_close(*log2, rtol=2.0**-21, atol=2.0**-21, equal_nan=True)
     torch.testing.assert_close(*tanh, rtol=2.0**-10, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_copies_of_words_are_those_of_the_hardware(tmp_path: Path) -> None:
+    source, out = torch.arange(100, 164, dtype=torch.int32), torch.zeros(68, dtype=torch.int32)
+    _, (mine, real) = run_both(tmp_path, "words", [source, out], threads=64)
+    assert torch.equal(mine, real)
 
 
 @pytest.mark.gpu

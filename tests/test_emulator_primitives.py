@@ -88,6 +88,15 @@ def test_mma_decodes_every_finite_number_exactly(kernels: Kernels, dtype: torch.
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+def test_copies_of_words(kernels: Kernels, seed: int) -> None:
+    """Each lands in its own word alone, zero where it is not valid, in a group with copies of 16 bytes."""
+    source, out = torch.arange(100, 164, dtype=torch.int32), torch.zeros(68, dtype=torch.int32)
+    launch(kernels("words"), source, out, threads=64, smem_bytes=272, seed=seed, read_only=(0,))
+    copied = source[torch.arange(0, 64, 4) * 7 % 64].tolist()
+    assert out.tolist() == [x for word in copied for x in (word, -2, 0, -2)] + [104, 105, 106, 107]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_shuffles_votes_indices_and_exchange(kernels: Kernels, seed: int) -> None:
     torch.manual_seed(seed)
     blocks, threads = 3, 128
@@ -179,6 +188,7 @@ HOPPER = Hopper((("rs", 64), ("rs", 80), ("ss", 16), ("ss", 128), ("ss_new", 16)
 EVERY_PRIMITIVE = {
     *sm80.PRIMITIVES,
     *sm75.primitives(sm80.PRIMITIVES),
+    *sm80.PAGE_PRIMITIVES,
     *("tanh", "unpack"),
     *HOPPER_PRIMITIVES,
 }

@@ -315,7 +315,8 @@ def test_what_is_no_saved_run(tmp_path: Path, text: str | None, message: str) ->
 def test_bank_conflicts_that_are_known(tmp_path: Path) -> None:
     """Each line of conflicts.cu says what a warp does there; 2 warps of 3 blocks do it, on any number of threads."""
     head, mark, rest = assemble("conflicts").partition("// ==== kernel ====\n")
-    counting = environment().get_template("emulate/banks.hpp.j2").render(kernel={"primitives": sm80.PRIMITIVES})
+    primitives = (*sm80.PRIMITIVES, *sm80.PAGE_PRIMITIVES)
+    counting = environment().get_template("emulate/banks.hpp.j2").render(kernel={"primitives": primitives})
     source = head + counting + mark + rest
     library = compile_kernel("conflicts", tmp_path / "conflicts", source=source)
     said = {
@@ -329,7 +330,7 @@ def test_bank_conflicts_that_are_known(tmp_path: Path) -> None:
         assert banks.unwritten(library) == 0
         found = banks.counts(library, source.count("\n"))
         assert {number: numbers for number, (_, *numbers) in found.items()} == said
-    assert found[min(found)][0] == "st_shared_b128" and len(said) == 14
+    assert found[min(found)][0] == "st_shared_b128" and len(said) == 16
     assert banks.counts(library, source.count("\n")) == {}
     # Each warp writes 4096 bytes, all of them.
     launch(kernel, torch.zeros(1), grid=3, threads=64, smem_bytes=8192 + 100)

@@ -258,6 +258,7 @@ def test_golden_kernels_meet_every_template() -> None:
         "common/final.j2",
         "common/find_pages.cuh.j2",
         "common/mods.cuh.j2",
+        "common/page_ring.cuh.j2",
         "common/place.j2",
         "common/row_end.cuh.j2",
         "common/trace.cuh.j2",  # which tests/test_trace.py renders

@@ -83,6 +83,37 @@ def test_n16_pages_in_any_order(causal: bool, size: int, device: str) -> None:
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_pages_of_keys_that_begin_and_end_anywhere(size: int, queries: int, device: str) -> None:
+    """The bits of a contiguous cache, behind any padding, in a window, in more parts than there are tiles. 40 queries
+    are more than the kernel for few rows takes. The table ends with the last key; what is not visible has no page."""
+    spec = SPEC.model_copy(update={"window": True})
+    dense = fagen.load(spec, emulate=device == "cpu")
+    paged = fagen.load(spec.model_copy(update={"paged": True}), emulate=device == "cpu")
+    for leftpad, end, left in ((0, 700, 5000), (7, 1601, 5000), (301, 1500, 700), (250, 1537, 1), (90, 91, 0)):
+        pages = -(-end // size)
+        q, k, v = inputs(queries, pages * size, device, batch=1)
+        seen = range(max(leftpad, end - queries - left), end)  # the keys that some query sees
+        first = seen.start // size
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        table = torch.argsort(order).int()[None]
+        table[:, :first] = 2**30
+        hidden = [at for at in range(pages * size) if at not in seen]
+        k[:, hidden], v[:, hidden] = torch.nan, torch.nan
+        caches = [x.view(pages, size, 2, 64)[order.to(device)] for x in (k, v)]
+        bounds = {
+            name: torch.tensor([x], dtype=torch.int32, device=device)
+            for name, x in (("seqused_k", end), ("leftpad_k", leftpad))
+        }
+        for parts in (1, 3, 50):
+            call = {**bounds, "window": (left, 0), "num_splits": parts, "return_lse": True, "_poison": True}
+            results = paged(q, *caches, block_table=table.to(device), **call)
+            for x, y in zip(results, dense(q, k, v, **call), strict=True):
+                assert torch.equal(x, y) and not x.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

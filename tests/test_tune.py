@@ -198,6 +198,12 @@ EMULATED: list[tuple[Kind, Any, dict[str, Any], Tile]] = [
     ("fwd", SM90A, {"head_dim": 32, "causal": True}, HopperTile(192, 80, 4, False, 32)),
     ("fwd", SM90A, {"head_dim": 16, "varlen": True}, HopperTile(128, 176, 3, True, 40)),
     ("decode", SM80, {"head_dim": 16, "split_kv": True, "paged": True}, TileConfig(16, 192, 6, 4, 1, True, True)),
+    (
+        "decode",
+        SM80,
+        {"head_dim": 16, "dtype": "fp16", "split_kv": True, "paged": True},
+        TileConfig(16, 32, 2, 6, 1, True, True),
+    ),
     ("bwd", SM80, {"head_dim": 32, "backward": True}, BackwardTile(32, 128, 4, 2, 2, 2, 2, 1)),
     ("bwd", SM90A, {"head_dim": 32, "backward": True}, HopperBackwardTile(64, 128, 3, 24)),
     ("bwd_dq", SM80, {"head_dim": 32, "backward": True, "deterministic": True}, TileConfig(128, 48, 4, 2, 1)),

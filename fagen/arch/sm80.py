@@ -14,6 +14,7 @@ AnyTile = TypeVar("AnyTile")
 # Primitives that the family's templates call, in `templates/ptx/` for a card and `templates/emulate/` for a CPU.
 PRIMITIVES = ("types", "shared", "global", "ldmatrix", "mma", "cp_async", "convert", "math")
 SPLIT_PRIMITIVES = (*PRIMITIVES, "grid")
+PAGE_PRIMITIVES = ("cp_async_narrow",)  # beside others, where numbers of pages are copied to shared memory
 BACKWARD_PRIMITIVES = (*PRIMITIVES, "reduce")
 DELTA_PRIMITIVES = ("types", "global", "unpack")
 COMBINE_PRIMITIVES = ("types", "shared", "global", "convert", "math", "grid")
@@ -21,6 +22,9 @@ CONVERT_PRIMITIVES = ("types", "shared", "global", "cp_async", "convert")
 
 ELEMENT_BYTES = 2
 FLOAT_BYTES = 4
+LEAST_PAGE = 16  # keys of the smallest page
+NUMBER_BYTES = 4  # of a page
+COPY_BYTES = 16
 WARP_ROW_BYTES = 8  # reference and sum of a row in one warp, float32
 ROW_STATISTICS_BYTES = 12  # reference, log2 of the sum and delta of a query, float32
 MMA_K = 16  # head dims are padded to whole steps of the m16n8k16 product
@@ -31,11 +35,21 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // MMA_K) * MMA_K
 
 
+def page_numbers_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
+    """Shared memory of the numbers of pages that the forward copies ahead of their use, bytes: of 2 (stages - 1) steps,
+    each with a page more than the smallest pages that its keys fill."""
+    if not spec.paged or tile.stages == 1:
+        return 0
+    numbers = 2 * (tile.stages - 1) * (tile.tile_n // LEAST_PAGE + 1)
+    return -(-numbers * NUMBER_BYTES // COPY_BYTES) * COPY_BYTES
+
+
 def smem_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
-    """Dynamic shared memory of the forward, bytes: Q, `stages` tiles of K and V; O is staged over them, or
-    where the warps lie along the keys that of each warp in float32."""
+    """Dynamic shared memory of the forward, bytes: Q, `stages` tiles of K and V, perhaps numbers of pages; O is staged
+    over them, or where the warps lie along the keys that of each warp in float32."""
     dim, dim_v = padded(spec.head_dim), padded(spec.dim_v)
     inputs = (tile.tile_m * dim + tile.stages * tile.tile_n * (dim + dim_v)) * ELEMENT_BYTES
+    inputs += page_numbers_bytes(spec, tile)
     if tile.along_keys:
         return max(inputs, tile.warps * tile.tile_m * (dim_v * FLOAT_BYTES + WARP_ROW_BYTES))
     return max(inputs, tile.tile_m * dim_v * ELEMENT_BYTES)

@@ -5,10 +5,11 @@
 
 namespace emu {
 
-static void issue_copy(Fiber& self, u32 address, const void* source, bool valid, int line) {
-    const u32 offset = shared_offset(self, address, 16, "copies", line);
-    if (valid) check_global(self, source, 16, false, line);
-    note_write(self, offset, 16, IN_FLIGHT, line);
+// Of `bytes`: 4 or 16.
+static void issue_copy(Fiber& self, u32 address, const void* source, u32 bytes, bool valid, int line) {
+    const u32 offset = shared_offset(self, address, bytes, "copies", line);
+    if (valid) check_global(self, source, bytes, false, line);
+    note_write(self, offset, bytes, IN_FLIGHT, line);
     if (self.first_copy > self.copy_capacity / 2) {  // those that have landed make room
         self.n_copies -= self.first_copy;
         memmove(self.copies, self.copies + self.first_copy, self.n_copies * sizeof(Copy));
@@ -21,7 +22,7 @@ static void issue_copy(Fiber& self, u32 address, const void* source, bool valid,
         self.copies = (Copy*)copies;
         self.copy_capacity = capacity;
     }
-    self.copies[self.n_copies++] = {valid ? source : nullptr, offset, self.group};
+    self.copies[self.n_copies++] = {valid ? source : nullptr, bytes, offset, self.group};
 }
 
 static void land_copies(Fiber& self, u32 newest) {
@@ -30,10 +31,10 @@ static void land_copies(Fiber& self, u32 newest) {
         const Copy& copy = self.copies[self.first_copy];
         if (copy.group + newest >= self.group) return;
         if (copy.source)
-            memcpy(block.shared + copy.offset, copy.source, 16);
+            memcpy(block.shared + copy.offset, copy.source, copy.bytes);
         else
-            memset(block.shared + copy.offset, 0, 16);
-        for (u32 i = 0; i < 4; i++) block.shadow[copy.offset / 4 + i].write_tick = block.tick;
+            memset(block.shared + copy.offset, 0, copy.bytes);
+        for (u32 i = 0; i < copy.bytes / 4; i++) block.shadow[copy.offset / 4 + i].write_tick = block.tick;
         self.first_copy++;
     }
     self.first_copy = self.n_copies = 0;
@@ -43,7 +44,7 @@ static void land_copies(Fiber& self, u32 newest) {
 
 // 16 bytes. Without `valid`, 16 zero bytes are written and src is not read.
 static inline void cp_async_16(u32 dst, const void* src, bool valid, int line = __builtin_LINE()) {
-    emu::issue_copy(*emu::current, dst, src, valid, line);
+    emu::issue_copy(*emu::current, dst, src, 16, valid, line);
 }
 
 static inline void cp_async_commit() { emu::current->group++; }

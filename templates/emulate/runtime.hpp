@@ -120,10 +120,10 @@ struct Awaited {
     u32 parity;
 };
 
-// An asynchronous copy of 16 bytes that has been issued and has not landed. source is null for a zero fill.
+// An asynchronous copy that has been issued and has not landed. source is null for a zero fill.
 struct Copy {
     const void* source;
-    u32 offset, group;
+    u32 bytes, offset, group;
 };
 
 struct Warp;

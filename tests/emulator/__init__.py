@@ -65,7 +65,7 @@ def compile_cuda(name: str, directory: Path, arch: Arch, hopper: Hopper | None =
 
 
 def _primitives(folder: str, suffix: str, hopper: Hopper | None) -> list[str]:
-    names = (*sm80.PRIMITIVES, "tanh", *(HOPPER_PRIMITIVES if hopper else ()))
+    names = (*sm80.PRIMITIVES, *sm80.PAGE_PRIMITIVES, "tanh", *(HOPPER_PRIMITIVES if hopper else ()))
     return [header(f"{folder}/{name}.{suffix}", hopper) for name in names]
 
 

@@ -34,5 +34,10 @@ extern "C" __global__ void __launch_bounds__(64, 1) conflicts(const __grid_const
     ldmatrix_x4_trans(v, smem + lane * 128);  // BANKS 1 32 4
     // 32 lanes come here once, 16 of them twice and 8 three times: with 2, 4 and 8 words between them, two on a bank.
     for (int i = 0; i <= (lane % 2 == 0) + (lane % 4 == 0); ++i) sum += ld_shared_f32(smem + lane * 8);  // BANKS 3 6 3
+    __syncwarp();
+    cp_async_4(smem + lane * 4, params.out, false);         // BANKS 1 1 1
+    cp_async_4(smem + 1024 + lane * 8, params.out, false);  // BANKS 1 2 1
+    cp_async_commit();
+    cp_async_wait<0>();
     if (threadIdx.x == 0 && blockIdx.x == 0) st_global_f32(params.out, sum);
 }

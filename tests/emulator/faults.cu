@@ -153,5 +153,41 @@ extern "C" __global__ void __launch_bounds__(64, 1) faults(const __grid_constant
     if (fault == 34) {
         if (thread == 35) cp_async_16(smem, nullptr, true);  // FAULT copy_from_null
     }
+    if (fault == 35) {
+        if (thread == 40) cp_async_4(smem + 8, params.input, true);
+        cp_async_commit();
+        __syncthreads();
+        if (thread == 41) ld_shared_b32(smem + 12);
+        if (thread == 42) ld_shared_b32(smem + 8);  // FAULT word_missing_wait
+    }
+    if (fault == 36) {
+        if (thread == 40) cp_async_4(smem + 8, params.input, true);
+        cp_async_commit();
+        cp_async_wait<0>();
+        if (thread == 41) ld_shared_b32(smem + 8);  // FAULT word_wait_without_barrier
+    }
+    if (fault == 37) {
+        if (thread < 32) ld_shared_b32(smem + thread * 4);
+        if (thread == 63) cp_async_4(smem + 32 * 4, params.input, true);
+        if (thread == 63) cp_async_4(smem + 7 * 4, params.input, true);  // FAULT word_copy_over_read
+    }
+    if (fault == 38) {
+        if (thread == 2) cp_async_4(smem + 4, params.input, true);
+        __syncthreads();
+        if (thread == 33) cp_async_16(smem, params.input, true);  // FAULT copy_over_word_copy
+    }
+    if (fault == 39) {
+        if (thread == 35) cp_async_4(smem + SHARED_BYTES, params.input, false);  // FAULT word_copy_to_past_end
+    }
+    if (fault == 40) {
+        if (thread == 35) cp_async_4(smem, params.input + 64, true);  // FAULT word_copy_from_past_end
+    }
+    if (fault == 41) {
+        if (thread == 35) cp_async_4(smem + 2, params.input, true);  // FAULT word_copy_to_misaligned
+    }
+    if (fault == 42) {
+        const void* const unaligned = reinterpret_cast<const unsigned char*>(params.input) + 2;
+        if (thread == 35) cp_async_4(smem, unaligned, true);  // FAULT word_copy_misaligned
+    }
     st_global_f32(params.output + thread, static_cast<float>(fault));
 }
