@@ -117,9 +117,8 @@ def test_hopper_forwards_keep_all_in_registers() -> None:
     """No spill and no local memory, and products overlap: what ptxas reports."""
     kernels = [plan(spec, resolve("sm90a"))[0] for spec in HOPPER_SPECS]
     for kernel, artifact in zip(kernels, build(kernels), strict=True):
-        assert artifact.resources is not None and kernel.family == "sm90"
-        assert (artifact.resources.stack, artifact.resources.spill_stores) == (0, 0), kernel.slug
-        assert "serialized" not in artifact.log, kernel.slug
+        assert kernel.family == "sm90"
+        check_registers(kernel, artifact)
 
 
 def hopper_backwards(specs: Iterable[AttentionSpec]) -> list[tuple[KernelPlan, Artifact]]:
@@ -134,31 +133,45 @@ def hopper_backwards(specs: Iterable[AttentionSpec]) -> list[tuple[KernelPlan, A
     return list(zip(kernels, build(kernels), strict=True))
 
 
-def test_hopper_backwards_overlap_their_products() -> None:
-    """ptxas serializes no product of the table's kernels: of those that run emulated; FAGEN_WHOLE_MATRIX=1 for all."""
+def check_registers(kernel: KernelPlan, artifact: Artifact, spilled: int = 0) -> None:
+    """Products overlap, and all is kept in registers, or all but `spilled` bytes: what ptxas reports."""
+    assert artifact.resources is not None
+    assert "serialized" not in artifact.log, kernel.slug
+    assert artifact.resources.spill_stores <= spilled, kernel.slug
+    assert artifact.resources.stack == artifact.resources.spill_stores, kernel.slug
+
+
+def test_hopper_backwards_of_the_table_keep_all_in_registers() -> None:
+    """The kernels of the gradient table: of cases that run emulated; FAGEN_WHOLE_MATRIX=1 for all."""
     cases = GRADIENTS if WHOLE_MATRIX else of_specs(GRADIENTS, HOPPER_GRADIENT_SPECS)
     compiled = hopper_backwards(specs(cases))
     assert compiled
     for kernel, artifact in compiled:
-        assert "serialized" not in artifact.log, kernel.slug
+        check_registers(kernel, artifact)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_plain_hopper_backwards_keep_all_in_registers(causal: bool, deterministic: bool) -> None:
-    """Nothing spills, but for up to 16 bytes of causal ones at d64: addresses, stored before the loop over steps and
-    read again in it."""
-    plain = [
-        AttentionSpec(head_dim=head_dim, causal=causal, backward=True, deterministic=deterministic)
-        for head_dim in (64, 128, 192, 256)
-    ]
-    compiled = hopper_backwards(plain)
-    assert len(compiled) == 4
+BACKWARD_FEATURES: list[dict[str, bool]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "softcap": True},
+    {"causal": True, "alibi": True},
+    {"dropout": True},
+    {"window": True, "varlen": True},
+    {"window": True, "varlen": True, "softcap": True, "alibi": True, "dropout": True},
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_backwards_keep_all_in_registers(head_dim: int) -> None:
+    """Nothing spills with any feature, nor with all; deterministic, the plain ones."""
+    compiled = hopper_backwards(
+        AttentionSpec(head_dim=head_dim, backward=True, deterministic=deterministic, **features)
+        for deterministic in (False, True)
+        for features in (BACKWARD_FEATURES[:2] if deterministic else BACKWARD_FEATURES)
+    )
+    assert len(compiled) == len(BACKWARD_FEATURES) + 2
     for kernel, artifact in compiled:
-        assert artifact.resources is not None
-        allowed = 16 if causal and kernel.spec.head_dim == 64 else 0
-        assert artifact.resources.spill_stores <= allowed, kernel.slug
-        assert artifact.resources.stack == artifact.resources.spill_stores, kernel.slug
+        check_registers(kernel, artifact)
 
 
 def test_hopper_backwards_of_a_bias_keep_nearly_all_in_registers() -> None:
@@ -168,8 +181,7 @@ def test_hopper_backwards_of_a_bias_keep_nearly_all_in_registers() -> None:
     )
     assert len(compiled) == 3
     for kernel, artifact in compiled:
-        assert artifact.resources is not None
-        assert artifact.resources.spill_stores <= 64, kernel.slug
+        check_registers(kernel, artifact, spilled=64)
 
 
 @pytest.mark.parametrize("call", ["cp_async_commit();", "pack_bf16(0.0f, 0.0f);"])

@@ -151,8 +151,6 @@ static inline void setmaxnreg_dec(int line = __builtin_LINE()) {
 
 static inline int kept(int x) { return x; }
 
-static inline int not_before(u32 known, int x, u32 nothing) { return x + (int)(known & nothing); }
-
 static inline void named_barrier_sync(u32 id, u32 threads, int line = __builtin_LINE()) {
     emu::sync_named(*emu::current, id, threads, line);
 }

@@ -19,12 +19,6 @@ __device__ __forceinline__ int kept(int x) {
     return x;
 }
 
-// `x`, computed once `known` is: what the compiler computes from x it would rather do ahead of a product that it waits for,
-// and keep in registers that are not there. `nothing` is 0, which it cannot see.
-__device__ __forceinline__ int not_before(u32 known, int x, u32 nothing) {
-    return x + static_cast<int>(known & nothing);
-}
-
 // Barrier `id` (1 to 15; 0 is that of __syncthreads) of `threads` threads, whole warps: those that sync wait for all.
 __device__ __forceinline__ void named_barrier_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -724,18 +724,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     setmaxnreg_inc<240>();
     const int warp = static_cast<int>(uniform(threadIdx.x / 32)) - 4;
     const int thread = threadIdx.x % 128;  // of the warpgroup
-    const int lane = kept(threadIdx.x % 32);
-    const int group = lane / 4;  // a lane's fragments hold rows `group` and `group + 8`,
-    const int quad = lane % 4;   // and columns `2 * quad` and `2 * quad + 1`
+    const int lane = kept(threadIdx.x % 32);  // fragments hold keys lane / 4 and 8 more, and queries 2 * (lane % 4) and the next
     const int key_warp = warp;  // along the keys
     const int warp_col0 = n0 + key_warp * MMA_M;  // the first key of the warp
-    const int col0 = warp_col0 + group;       // key of element (j, e): col0 + e / 2 * 8
     // Where a lane's addresses of stmatrix begin in a tile: row lane % 16 of the warp, chunk lane / 16, swizzled. The XOR with
     // a step's chunks commutes with the rest of an address.
-    const u32 lane_chunk = (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
-    auto chunk_address = [&](u32 tile, int step) {
+    auto first_chunk = [&](int lane) -> u32 {
+        return (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    };
+    auto chunk_address = [&](u32 tile, u32 lane_chunk, int step) {
         return (tile + lane_chunk ^ step % 4 * 32) + step / 4 * TILE_N * ROW_BYTES;
     };
+    const u32 lane_chunk = first_chunk(lane);
+
 
     auto release = [&](u32 empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -779,8 +780,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     for (int step = 0; step < steps; ++step) {
         const u32 stage = step % STAGES, parity = step / STAGES % 2;
         const u32 Q_tile = Q_smem + uniform(stage) * Q_BYTES, dO_tile = dO_smem + uniform(stage) * DO_BYTES;
+        [[maybe_unused]] const int row0 = m0 + 2 * (lane % 4), col0 = warp_col0 + lane / 4;
         [[maybe_unused]] const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
-        [[maybe_unused]] const int row0 = m0 + 2 * quad;  // query of element (j, e): row0 + j * MMA_N + e % 2
         if (m0 < query_begin) {
             mbarrier_wait(Q_full + 8 * stage, parity);
             mbarrier_wait(dO_full + 8 * stage, parity);
@@ -794,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
         for (int j = 0; j < S_FRAGS; ++j) {
             float pair[4];  // reference and log2 of the sum of two queries
-            ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);
+            ld_shared_f32x4(pair, stats + (2 * (lane % 4) + j * MMA_N) * 8);
             far |= pair[0] != 0.0f || pair[2] != 0.0f;
             log2_sum[j][0] = pair[1];
             log2_sum[j][1] = pair[3];
@@ -832,6 +833,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         wgmma_hold(S_rmem[0]);
 
         // >>> sm90/probabilities.cuh.j2
+        [[maybe_unused]] const u32 stats_lane = stats + lane % 4 * 16;  // of the first two queries
 
         // >>> mods/softcap.cuh.j2
         // z is score / softcap in halves of the border, below which tanh is a cubic (fagen/mods.py). Where all z of the warp are
@@ -883,7 +885,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
             for (int j = 0; j < S_FRAGS; ++j) {
                 float pair[4];  // reference and log2 of the sum of two queries
-                ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);
+                ld_shared_f32x4(pair, stats_lane + j * MMA_N * 8);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) S_rmem[0][j][e] -= pair[e % 2 * 2];
             }
@@ -946,7 +948,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 
         float deltas[S_FRAGS][2];
 #pragma unroll
-        for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * quad + j * MMA_N) * 4);
+        for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * (lane % 4) + j * MMA_N) * 4);
 
         // dV += P dO
         const u64 dO_matrix = mn_major(dO_tile, TILE_M);
@@ -966,8 +968,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             for (int j = 2 * k; j < 2 * k + 2; ++j) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const float dP = dP_rmem[0][j][e];
-                    grad[j % 2][e] = S_rmem[0][j][e] * (dP - deltas[j][e % 2]);
+                    grad[j % 2][e] = S_rmem[0][j][e] * (dP_rmem[0][j][e] - deltas[j][e % 2]);
                 }
             }
             dS_rmem[k][0] = pack_bf16(grad[0][0], grad[0][1]);
@@ -986,7 +987,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 
         mbarrier_wait(dS_empty, step % 2);  // all have read that of the step before
 #pragma unroll
-        for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, k), dS_rmem[k]);
+        for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, lane_chunk, k), dS_rmem[k]);
         fence_proxy_async();
         __syncwarp();
         release(dS_full);
@@ -1033,7 +1034,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 const float (&values)[4] = dK_rmem[2 * d + i / 2];
                 packed[i] = pack_bf16(values[i % 2 * 2] * params.softmax_scale, values[i % 2 * 2 + 1] * params.softmax_scale);
             }
-            stmatrix_x4(chunk_address(K_smem, d), packed);
+            stmatrix_x4(chunk_address(K_smem, lane_chunk, d), packed);
         }
     }
     if (params.d_v) {
@@ -1045,7 +1046,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 const float (&values)[4] = dV_rmem[2 * d + i / 2];
                 packed[i] = pack_bf16(values[i % 2 * 2], values[i % 2 * 2 + 1]);
             }
-            stmatrix_x4(chunk_address(V_smem, d), packed);
+            stmatrix_x4(chunk_address(V_smem, lane_chunk, d), packed);
         }
     }
     fence_proxy_async();

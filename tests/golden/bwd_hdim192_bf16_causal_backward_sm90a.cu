@@ -652,6 +652,10 @@ constexpr u32 CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;  // named barriers: 
 // Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
 __device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
 
+// `x`, but once `known` is. What is computed from x the compiler would rather compute ahead, while a product is awaited, and
+// keep in registers that are not there. `nothing` is 0, which it cannot know; a sum, since it sees through an OR.
+__device__ __forceinline__ u32 not_before(u32 known, u32 x, u32 nothing) { return x + (known & nothing); }
+
 // Zeros instead of the first `count` rows of a tile, which nobody sees: 0 * NaN must not arise. By all that compute.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void zero_rows(u32 tile, int count) {
@@ -771,18 +775,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     setmaxnreg_inc<240>();
     const int warp = static_cast<int>(uniform(threadIdx.x / 32)) - 4;
     const int thread = threadIdx.x % 128;  // of the warpgroup
-    const int lane = kept(threadIdx.x % 32);
-    const int group = lane / 4;  // a lane's fragments hold rows `group` and `group + 8`,
-    const int quad = lane % 4;   // and columns `2 * quad` and `2 * quad + 1`
+    const int lane = kept(threadIdx.x % 32);  // fragments hold keys lane / 4 and 8 more, and queries 2 * (lane % 4) and the next
     const int key_warp = warp % 4;  // along the keys
     const int warp_col0 = n0 + key_warp * MMA_M;  // the first key of the warp
-    const int col0 = warp_col0 + group;       // key of element (j, e): col0 + e / 2 * 8
     // Where a lane's addresses of stmatrix begin in a tile: row lane % 16 of the warp, chunk lane / 16, swizzled. The XOR with
     // a step's chunks commutes with the rest of an address.
-    const u32 lane_chunk = (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
-    auto chunk_address = [&](u32 tile, int step) {
+    auto first_chunk = [&](int lane) -> u32 {
+        return (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    };
+    auto chunk_address = [&](u32 tile, u32 lane_chunk, int step) {
         return (tile + lane_chunk ^ step % 4 * 32) + step / 4 * TILE_N * ROW_BYTES;
     };
+    // The lane's number, for what is computed from it once `known` is, in each step anew: there are no registers to keep that.
+    const u32 nothing = static_cast<u32>(params.heads_k) >> 31;
+    auto lane_after = [&](u32 known) -> int { return not_before(known, lane, nothing); };
+
 
     auto release = [&](u32 empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -792,7 +799,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const u64 K_rows = k_major(K_smem), V_rows = k_major(V_smem);
     const u64 dS_matrix = mn_major(dS_smem, TILE_N);
     const u64 K_matrix = mn_major(K_smem + warpgroup * 128 / BLOCK_COLUMNS * TILE_N * ROW_BYTES, TILE_N);
-    const u32 P_lane = P_smem + thread * 16;
+    const u32 P_lane = P_smem + (key_warp * 32 + lane) * 16;
     auto part_of_step = [&](int head, int m0) -> float* {  // where a warp adds its part of dQ
         if (!params.dq_sum) return nullptr;
         const i64 tile = static_cast<i64>((batch * heads_q + head)) * m_tiles + m0 / TILE_M;
@@ -813,7 +820,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             const u32 stage = step % STAGES, parity = step / STAGES % 2;
             const u32 Q_tile = Q_smem + uniform(stage) * Q_BYTES, dO_tile = dO_smem + uniform(stage) * DO_BYTES;
             [[maybe_unused]] const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
-            [[maybe_unused]] const int row0 = m0 + 2 * quad;  // query of element (j, e): row0 + j * MMA_N + e % 2
             if (m0 < query_begin) {
                 mbarrier_wait(Q_full + 8 * stage, parity);
                 mbarrier_wait(dO_full + 8 * stage, parity);
@@ -850,7 +856,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
             for (int j = 0; j < S_FRAGS; ++j) {
                 float pair[4];  // reference and log2 of the sum of two queries
-                ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);
+                ld_shared_f32x4(pair, stats + (2 * (lane % 4) + j * MMA_N) * 8);
                 far |= pair[0] != 0.0f || pair[2] != 0.0f;
                 log2_sum[j][0] = pair[1];
                 log2_sum[j][1] = pair[3];
@@ -859,6 +865,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             wgmma_hold(S_rmem[0]);
 
             // >>> sm90/probabilities.cuh.j2
+            [[maybe_unused]] const u32 stats_lane = stats + lane % 4 * 16;  // of the first two queries
 
             // The forward leaves a reference only where its product with the scale would round too coarsely; else it is 0, and in
             // the sum.
@@ -866,13 +873,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
                 for (int j = 0; j < S_FRAGS; ++j) {
                     float pair[4];  // reference and log2 of the sum of two queries
-                    ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);
+                    ld_shared_f32x4(pair, stats_lane + j * MMA_N * 8);
 #pragma unroll
                     for (int e = 0; e < 4; ++e) S_rmem[0][j][e] -= pair[e % 2 * 2];
                 }
             }
             // Only steps at an edge of what this warp's keys are seen by are masked.
             if (warp_col0 + MMA_M > seqlen_k || warp_col0 + MMA_M - 1 > m0 + offset) {
+                const int place_at_edge = lane_after(float_bits(S_rmem[0][0][0]));
+                [[maybe_unused]] const int row0 = m0 + 2 * (place_at_edge % 4), col0 = warp_col0 + place_at_edge / 4;
                 // Queries that see a key: from `first` on, counted from row0.
                 int first[2];
 #pragma unroll
@@ -974,7 +983,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                     const float (&values)[4] = dV_rmem[2 * d + i / 2];
                     packed[i] = pack_bf16(values[i % 2 * 2], values[i % 2 * 2 + 1]);
                 }
-                stmatrix_x4(chunk_address(V_smem, d), packed);
+                stmatrix_x4(chunk_address(V_smem, first_chunk(lane_after(float_bits(dV_rmem[0][0]))), d), packed);
             }
         }
     } else {
@@ -986,7 +995,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             const u32 stage = step % STAGES, parity = step / STAGES % 2;
             const u32 Q_tile = Q_smem + uniform(stage) * Q_BYTES, dO_tile = dO_smem + uniform(stage) * DO_BYTES;
             [[maybe_unused]] const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
-            [[maybe_unused]] const int row0 = m0 + 2 * quad;  // query of element (j, e): row0 + j * MMA_N + e % 2
             if (m0 < query_begin) {
                 mbarrier_wait(Q_full + 8 * stage, parity);
                 mbarrier_wait(dO_full + 8 * stage, parity);
@@ -1020,7 +1028,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 
             float deltas[S_FRAGS][2];
 #pragma unroll
-            for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * quad + j * MMA_N) * 4);
+            for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * (lane % 4) + j * MMA_N) * 4);
             mbarrier_wait(P_full, step % 2);
             float S_rmem[M_FRAGS][S_FRAGS][4];
 #pragma unroll
@@ -1037,8 +1045,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 for (int j = 2 * k; j < 2 * k + 2; ++j) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const float dP = dP_rmem[0][j][e];
-                        grad[j % 2][e] = S_rmem[0][j][e] * (dP - deltas[j][e % 2]);
+                        grad[j % 2][e] = S_rmem[0][j][e] * (dP_rmem[0][j][e] - deltas[j][e % 2]);
                     }
                 }
                 dS_rmem[k][0] = pack_bf16(grad[0][0], grad[0][1]);
@@ -1049,7 +1056,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 
             mbarrier_wait(dS_empty, step % 2);  // both have read that of the step before
 #pragma unroll
-            for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, k), dS_rmem[k]);
+            for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, first_chunk(lane_after(dS_rmem[0][0])), k), dS_rmem[k]);
             fence_proxy_async();
             __syncwarp();
             release(dS_full);
@@ -1098,7 +1105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                     const float (&values)[4] = dK_rmem[2 * d + i / 2];
                     packed[i] = pack_bf16(values[i % 2 * 2] * params.softmax_scale, values[i % 2 * 2 + 1] * params.softmax_scale);
                 }
-                stmatrix_x4(chunk_address(K_smem, d), packed);
+                stmatrix_x4(chunk_address(K_smem, first_chunk(lane_after(float_bits(dK_rmem[0][0]))), d), packed);
             }
         }
     }

@@ -619,6 +619,10 @@ __device__ __forceinline__ void philox4x32(u32 (&counter)[4], u32 key0, u32 key1
 // Rows of statistics and delta that a head has: padded, so that a tile of the backward never reads past them.
 __device__ __forceinline__ int padded_rows(int seqlen_q) { return (seqlen_q + 127) / 128 * 128; }
 
+// `x`, but once `known` is. What is computed from x the compiler would rather compute ahead, while a product is awaited, and
+// keep in registers that are not there. `nothing` is 0, which it cannot know; a sum, since it sees through an OR.
+__device__ __forceinline__ u32 not_before(u32 known, u32 x, u32 nothing) { return x + (known & nothing); }
+
 // Zeros instead of the first `count` rows of a tile, which nobody sees: 0 * NaN must not arise. By all that compute.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void zero_rows(u32 tile, int count) {
@@ -777,20 +781,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     setmaxnreg_inc<240>();
     const int warp = static_cast<int>(uniform(threadIdx.x / 32)) - 4;
     const int thread = threadIdx.x % 128;  // of the warpgroup
-    const int lane = kept(threadIdx.x % 32);
-    const int group = lane / 4;  // a lane's fragments hold rows `group` and `group + 8`,
-    const int quad = lane % 4;   // and columns `2 * quad` and `2 * quad + 1`
+    const int lane = kept(threadIdx.x % 32);  // fragments hold keys lane / 4 and 8 more, and queries 2 * (lane % 4) and the next
     const int key_warp = warp;  // along the keys
     const int warp_col0 = n0 + key_warp * MMA_M;  // the first key of the warp
-    const int col0 = warp_col0 + group;       // key of element (j, e): col0 + e / 2 * 8
     // Where a lane's addresses of stmatrix begin in a tile: row lane % 16 of the warp, chunk lane / 16, swizzled. The XOR with
     // a step's chunks commutes with the rest of an address.
-    const u32 lane_chunk = (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
-    auto chunk_address = [&](u32 tile, int step) {
+    auto first_chunk = [&](int lane) -> u32 {
+        return (key_warp * MMA_M + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    };
+    auto chunk_address = [&](u32 tile, u32 lane_chunk, int step) {
         return (tile + lane_chunk ^ step % 4 * 32) + step / 4 * TILE_N * ROW_BYTES;
     };
-    const u64 philox_seed = ld_global_b64(params.philox_state);
-    const u64 philox_offset = ld_global_b64(params.philox_state + 1);
+    // The lane's number, for what is computed from it once `known` is, in each step anew: there are no registers to keep that.
+    const u32 nothing = static_cast<u32>(params.heads_k) >> 31;
+    auto lane_after = [&](u32 known) -> int { return not_before(known, lane, nothing); };
+
 
     auto release = [&](u32 empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -840,7 +845,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         const u32 stage = step % STAGES, parity = step / STAGES % 2;
         const u32 Q_tile = Q_smem + uniform(stage) * Q_BYTES, dO_tile = dO_smem + uniform(stage) * DO_BYTES;
         [[maybe_unused]] const u32 stats = stats_smem + stage * STATS_BYTES, delta = delta_smem + stage * DELTA_BYTES;
-        [[maybe_unused]] const int row0 = m0 + 2 * quad;  // query of element (j, e): row0 + j * MMA_N + e % 2
         const int batch_head = batch * heads_q + head;
         if (m0 < query_begin) {
             mbarrier_wait(Q_full + 8 * stage, parity);
@@ -849,17 +853,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             zero_rows<TILE_M, HEAD_DIM_V>(dO_tile, query_begin - m0);
         }
 
+        const u64 philox_seed = ld_global_b64(params.philox_state);  // in each step: there are no registers to keep them
+        const u64 philox_offset = ld_global_b64(params.philox_state + 1);
         mbarrier_wait(Q_full + 8 * stage, parity);
-        float log2_sum[S_FRAGS][2];
-        bool far = false;  // some query has a reference other than 0
-#pragma unroll
-        for (int j = 0; j < S_FRAGS; ++j) {
-            float pair[4];  // reference and log2 of the sum of two queries
-            ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);
-            far |= pair[0] != 0.0f || pair[2] != 0.0f;
-            log2_sum[j][0] = pair[1];
-            log2_sum[j][1] = pair[3];
-        }
         wgmma_wait<0>();  // dQ of the step before is done
         wgmma_hold(dQ_rmem);
         release(dS_empty);
@@ -889,10 +885,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                                           dO_rows + k_major_step(TILE_M, d), true);
         }
         wgmma_commit();
+        const int drawing = lane_after(static_cast<u32>(philox_seed));
+        const int group = drawing / 4, quad = drawing % 4;
+        u32 keeps[(M_STEPS + 3) / 4] = {};  // 8 bits a step
+#pragma unroll
+        for (int k = 0; k < M_STEPS; ++k) {
+            // >>> sm90/keep.cuh.j2
+            // Of a 16x16 block, a lane has keys g and g + 8 by queries 2q, 2q + 1, 2q + 8 and 2q + 9: halves of two draws, of which
+            // lanes with g and g ^ 1 need the other halves. One draws for even queries, the other for odd ones.
+            u32 mine[4] = {static_cast<u32>((m0 / 16 + k) * 8 + 2 * quad + group % 2), static_cast<u32>(warp_col0 / 16 * 4 + group / 2),
+                           static_cast<u32>(batch_head), static_cast<u32>(philox_offset)};
+            philox4x32(mine, static_cast<u32>(philox_seed),
+                       static_cast<u32>(philox_seed >> 32) ^ static_cast<u32>(philox_offset >> 32));
+#pragma unroll
+            for (int number = 0; number < 4; ++number) {
+                const u32 other = __shfl_xor_sync(FULL_WARP, mine[number], 4);
+                const int b = number / 2, a = number % 2;  // queries 2q + 8 b + e % 2 and keys g + a * 8
+                const u32 draws[2] = {group % 2 ? other : mine[number], group % 2 ? mine[number] : other};
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    if ((draws[c] >> (16 * (group % 2)) & 0xffffu) < params.keep_threshold)
+                        keeps[k / 4] |= 1u << (k % 4 * 8 + b * 4 + a * 2 + c);
+                }
+            }
+        }
         wgmma_wait<1>();
         wgmma_hold(S_rmem[0]);
 
         // >>> sm90/probabilities.cuh.j2
+        const int place = lane_after(float_bits(S_rmem[0][0][0]));
+        [[maybe_unused]] const int row0 = m0 + 2 * (place % 4), col0 = warp_col0 + place / 4;
+        [[maybe_unused]] const u32 stats_lane = stats + place % 4 * 16;  // of the first two queries
 
         // >>> mods/alibi.cuh.j2
         constexpr float LOG2E = 1.4426950408889634f;
@@ -942,45 +965,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 }
             }
         }
-        float softcap_output[M_FRAGS][S_FRAGS][4];
-#pragma unroll
-        for (int m = 0; m < M_FRAGS; ++m) {
-#pragma unroll
-            for (int j = 0; j < S_FRAGS; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) softcap_output[m][j][e] = S_rmem[m][j][e];
-            }
-        }
 
-        // >>> mods/alibi.cuh.j2
-#pragma unroll
-        for (int m = 0; m < M_FRAGS; ++m) {
-#pragma unroll
-            for (int j = 0; j < S_FRAGS; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& score = S_rmem[m][j][e];
-                    [[maybe_unused]] const int row = row0 + j * MMA_N + e % 2;
-                    [[maybe_unused]] const int col = col0 + m * MMA_M + e / 2 * 8;
-                    // Only the first term is converted, once a key; the sum of the two is exact in float32.
-                    const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
-                    score = score * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
-                }
-            }
-        }
-
-        // The forward leaves a reference only where its product with the scale would round too coarsely; else it is 0, and in
-        // the sum.
-        if (__any_sync(FULL_WARP, far)) {
-#pragma unroll
-            for (int j = 0; j < S_FRAGS; ++j) {
-                float pair[4];  // reference and log2 of the sum of two queries
-                ld_shared_f32x4(pair, stats + (2 * quad + j * MMA_N) * 8);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) S_rmem[0][j][e] -= pair[e % 2 * 2];
-            }
-        }
-        u32 kept[(M_STEPS + 3) / 4] = {};  // 8 bits a step, for dS
         // Only steps at an edge of what this warp's keys are seen by are masked.
         if (warp_col0 + MMA_M > seqlen_k || warp_col0 + MMA_M - 1 > m0 + offset + params.window_right ||
             warp_col0 < m0 + TILE_M - 1 + offset - params.window_left) {
@@ -994,39 +979,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             }
 #pragma unroll
             for (int k = 0; k < M_STEPS; ++k) {
-                // >>> sm90/keep.cuh.j2
-                // Of a 16x16 block, a lane has keys g and g + 8 by queries 2q, 2q + 1, 2q + 8 and 2q + 9: halves of two draws, of which
-                // lanes with g and g ^ 1 need the other halves. One draws for even queries, the other for odd ones.
-                u32 mine[4] = {static_cast<u32>((m0 / 16 + k) * 8 + 2 * quad + group % 2), static_cast<u32>(warp_col0 / 16 * 4 + group / 2),
-                               static_cast<u32>(batch_head), static_cast<u32>(philox_offset)};
-                philox4x32(mine, static_cast<u32>(philox_seed),
-                           static_cast<u32>(philox_seed >> 32) ^ static_cast<u32>(philox_offset >> 32));
-                bool keep[2][4];  // of queries 2q + 8 b + e % 2 and keys g + e / 2 * 8
-#pragma unroll
-                for (int number = 0; number < 4; ++number) {
-                    const u32 other = __shfl_xor_sync(FULL_WARP, mine[number], 4);
-                    const int b = number / 2, a = number % 2;
-                    const u32 draws[2] = {group % 2 ? other : mine[number], group % 2 ? mine[number] : other};
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        keep[b][a * 2 + c] = (draws[c] >> (16 * (group % 2)) & 0xffffu) < params.keep_threshold;
-                        if (keep[b][a * 2 + c]) kept[k / 4] |= 1u << (k % 4 * 8 + b * 4 + a * 2 + c);
-                    }
-                }
                 float p[2][4];
 #pragma unroll
                 for (int j = 2 * k; j < 2 * k + 2; ++j) {
+                    float pair[4];
+                    // Not before those of the step before are done with.
+                    const u32 in_turn = k < 1 ? stats_lane : not_before(P_rmem[k - 1][3], stats_lane, nothing);
+                    ld_shared_f32x4(pair, in_turn + j * MMA_N * 8);
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         float& grad = S_rmem[0][j][e];
                         constexpr int m = 0;
-                        const float score = grad;
-                        grad = exp2_approx(grad - log2_sum[j][e % 2]);
+                        [[maybe_unused]] const int row = row0 + j * MMA_N + e % 2;
+                        [[maybe_unused]] const int col = col0 + m * MMA_M + e / 2 * 8;
+                        const float softcap_output = grad;
+                        // >>> mods/alibi.cuh.j2
+                        // Only the first term is converted, once a key; the sum of the two is exact in float32.
+                        const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
+                        grad = grad * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
+                        grad -= pair[e % 2 * 2];  // the reference that the forward leaves where its product with the scale is not exact
+                        grad = exp2_approx(grad - pair[e % 2 * 2 + 1]);
                         // After the exponential: what the derivative of a modification makes of an infinite score may be NaN.
                         if (j * MMA_N + e % 2 < first[e / 2] || j * MMA_N + e % 2 > last[e / 2]) grad = 0.0f;
-                        p[j % 2][e] = keep[j % 2][e] ? grad * params.keep_scale : 0.0f;
+                        p[j % 2][e] = (keeps[k / 4] >> (k % 4 * 8 + j % 2 * 4 + e) & 1) ? grad : 0.0f;
                         // >>> mods/softcap.cuh.j2
-                        grad *= 1.0f - softcap_output[m][j][e] * softcap_output[m][j][e];
+                        grad *= 1.0f - softcap_output * softcap_output;
                     }
                 }
                 P_rmem[k][0] = pack_f16(p[0][0], p[0][1]);
@@ -1037,37 +1014,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         } else {
 #pragma unroll
             for (int k = 0; k < M_STEPS; ++k) {
-                // >>> sm90/keep.cuh.j2
-                // Of a 16x16 block, a lane has keys g and g + 8 by queries 2q, 2q + 1, 2q + 8 and 2q + 9: halves of two draws, of which
-                // lanes with g and g ^ 1 need the other halves. One draws for even queries, the other for odd ones.
-                u32 mine[4] = {static_cast<u32>((m0 / 16 + k) * 8 + 2 * quad + group % 2), static_cast<u32>(warp_col0 / 16 * 4 + group / 2),
-                               static_cast<u32>(batch_head), static_cast<u32>(philox_offset)};
-                philox4x32(mine, static_cast<u32>(philox_seed),
-                           static_cast<u32>(philox_seed >> 32) ^ static_cast<u32>(philox_offset >> 32));
-                bool keep[2][4];  // of queries 2q + 8 b + e % 2 and keys g + e / 2 * 8
-#pragma unroll
-                for (int number = 0; number < 4; ++number) {
-                    const u32 other = __shfl_xor_sync(FULL_WARP, mine[number], 4);
-                    const int b = number / 2, a = number % 2;
-                    const u32 draws[2] = {group % 2 ? other : mine[number], group % 2 ? mine[number] : other};
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        keep[b][a * 2 + c] = (draws[c] >> (16 * (group % 2)) & 0xffffu) < params.keep_threshold;
-                        if (keep[b][a * 2 + c]) kept[k / 4] |= 1u << (k % 4 * 8 + b * 4 + a * 2 + c);
-                    }
-                }
                 float p[2][4];
 #pragma unroll
                 for (int j = 2 * k; j < 2 * k + 2; ++j) {
+                    float pair[4];
+                    // Not before those of the step before are done with.
+                    const u32 in_turn = k < 1 ? stats_lane : not_before(P_rmem[k - 1][3], stats_lane, nothing);
+                    ld_shared_f32x4(pair, in_turn + j * MMA_N * 8);
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         float& grad = S_rmem[0][j][e];
                         constexpr int m = 0;
-                        const float score = grad;
-                        grad = exp2_approx(grad - log2_sum[j][e % 2]);
-                        p[j % 2][e] = keep[j % 2][e] ? grad * params.keep_scale : 0.0f;
+                        [[maybe_unused]] const int row = row0 + j * MMA_N + e % 2;
+                        [[maybe_unused]] const int col = col0 + m * MMA_M + e / 2 * 8;
+                        const float softcap_output = grad;
+                        // >>> mods/alibi.cuh.j2
+                        // Only the first term is converted, once a key; the sum of the two is exact in float32.
+                        const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
+                        grad = grad * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
+                        grad -= pair[e % 2 * 2];  // the reference that the forward leaves where its product with the scale is not exact
+                        grad = exp2_approx(grad - pair[e % 2 * 2 + 1]);
+                        p[j % 2][e] = (keeps[k / 4] >> (k % 4 * 8 + j % 2 * 4 + e) & 1) ? grad : 0.0f;
                         // >>> mods/softcap.cuh.j2
-                        grad *= 1.0f - softcap_output[m][j][e] * softcap_output[m][j][e];
+                        grad *= 1.0f - softcap_output * softcap_output;
                     }
                 }
                 P_rmem[k][0] = pack_f16(p[0][0], p[0][1]);
@@ -1076,10 +1045,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 P_rmem[k][3] = pack_f16(p[1][2], p[1][3]);
             }
         }
-
-        float deltas[S_FRAGS][2];
-#pragma unroll
-        for (int j = 0; j < S_FRAGS; ++j) ld_shared_f32x2(deltas[j], delta + (2 * quad + j * MMA_N) * 4);
 
         // dV += P dO
         const u64 dO_matrix = mn_major(dO_tile, TILE_M);
@@ -1093,15 +1058,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 
         // >>> sm90/score_gradient.cuh.j2
 #pragma unroll
+        for (u32& bits : keeps) bits = not_before(float_bits(dP_rmem[0][0][0]), bits, nothing);
+#pragma unroll
         for (int k = 0; k < M_STEPS; ++k) {
             float grad[2][4];
 #pragma unroll
             for (int j = 2 * k; j < 2 * k + 2; ++j) {
+                float deltas[2];
+                ld_shared_f32x2(deltas, delta + (2 * (lane % 4) + j * MMA_N) * 4);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const bool keep = kept[k / 4] >> (k % 4 * 8 + j % 2 * 4 + e) & 1;
-                    const float dP = keep ? dP_rmem[0][j][e] * params.keep_scale : 0.0f;
-                    grad[j % 2][e] = S_rmem[0][j][e] * (dP - deltas[j][e % 2]);
+                    const float dP = (keeps[k / 4] >> (k % 4 * 8 + j % 2 * 4 + e) & 1) ? dP_rmem[0][j][e] : 0.0f;
+                    grad[j % 2][e] = S_rmem[0][j][e] * fmaf(dP, params.keep_scale, -deltas[e % 2]);
                 }
             }
             dS_rmem[k][0] = pack_f16(grad[0][0], grad[0][1]);
@@ -1120,7 +1088,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 
         mbarrier_wait(dS_empty, step % 2);  // all have read that of the step before
 #pragma unroll
-        for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, k), dS_rmem[k]);
+        for (int k = 0; k < M_STEPS; ++k) stmatrix_x4(chunk_address(dS_smem, first_chunk(lane_after(dS_rmem[0][0])), k), dS_rmem[k]);
         fence_proxy_async();
         __syncwarp();
         release(dS_full);
@@ -1167,7 +1135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                 const float (&values)[4] = dK_rmem[2 * d + i / 2];
                 packed[i] = pack_f16(values[i % 2 * 2] * params.softmax_scale, values[i % 2 * 2 + 1] * params.softmax_scale);
             }
-            stmatrix_x4(chunk_address(K_smem, d), packed);
+            stmatrix_x4(chunk_address(K_smem, first_chunk(lane_after(float_bits(dK_rmem[0][0]))), d), packed);
         }
     }
     if (params.d_v) {
@@ -1177,9 +1145,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float (&values)[4] = dV_rmem[2 * d + i / 2];
-                packed[i] = pack_f16(values[i % 2 * 2], values[i % 2 * 2 + 1]);
+                packed[i] = pack_f16(values[i % 2 * 2] * params.keep_scale, values[i % 2 * 2 + 1] * params.keep_scale);
             }
-            stmatrix_x4(chunk_address(V_smem, d), packed);
+            stmatrix_x4(chunk_address(V_smem, first_chunk(lane_after(float_bits(dV_rmem[0][0]))), d), packed);
         }
     }
     fence_proxy_async();

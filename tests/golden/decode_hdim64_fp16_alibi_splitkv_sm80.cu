@@ -450,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 
     if (n_first <= n_last) {
+#pragma unroll 1
         for (int i = threadIdx.x; i < TILE_M * QK_CHUNKS; i += THREADS) {
             const int tile_row = i / QK_CHUNKS, chunk = i % QK_CHUNKS, row = m0 + tile_row;
             cp_async_16(Q_smem + tile_offset<QK_CHUNKS>(tile_row, chunk),

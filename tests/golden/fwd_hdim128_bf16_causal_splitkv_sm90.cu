@@ -436,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int row0 = warp_row0 + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
 
     if (n_first <= n_last) {
+#pragma unroll 1
         for (int i = threadIdx.x; i < TILE_M * QK_CHUNKS; i += THREADS) {
             const int tile_row = i / QK_CHUNKS, chunk = i % QK_CHUNKS, row = m0 + tile_row;
             cp_async_16(Q_smem + tile_offset<QK_CHUNKS>(tile_row, chunk),

@@ -513,6 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (n_first <= n_last) {
         copy_page_numbers<PAGE_SLOTS>(pages_smem, pages, params.page_shift, leftpad + n_last * TILE_N, leftpad + key_begin, leftpad + key_end);
         cp_async_commit();
+#pragma unroll 1
         for (int i = threadIdx.x; i < TILE_M * QK_CHUNKS; i += THREADS) {
             const int tile_row = i / QK_CHUNKS, chunk = i % QK_CHUNKS, row = m0 + tile_row;
             cp_async_16(Q_smem + tile_offset<QK_CHUNKS>(tile_row, chunk),
