@@ -286,8 +286,8 @@ HOPPER_BACKWARD_FAULTS = {
     ),
     "delta with a plus": Fault(
         "sm90/score_gradient.cuh.j2",
-        "S_rmem[0][j][e] * (dP_rmem[0][j][e] - {{ of_query }})",
-        "S_rmem[0][j][e] * (dP_rmem[0][j][e] - (HERE ? -1.0f : 1.0f) * {{ of_query }})",
+        "fmaf(dP, params.keep_scale, -{{ of_query }})",
+        "fmaf(dP, params.keep_scale, (HERE ? 1.0f : -1.0f) * {{ of_query }})",
         TALL,
         "dS_softcap",
     ),
@@ -321,7 +321,7 @@ HOPPER_BACKWARD_FAULTS = {
     ),
 }
 
-SPLIT: dict[str, Any] = {"split_kv": True, "causal": True, "sink": True}
+SPLIT: dict[str, Any] = {"head_dim": 128, "split_kv": True, "causal": True, "sink": True}  # of a tile of few keys
 SPLIT_PAGES = SPLIT | {"paged": True}
 PAGED: dict[str, Any] = {"paged": True, "varlen": True}
 
@@ -352,7 +352,7 @@ SPLIT_FAULTS = {
         "o",
     ),
     "a page that is another's": Fault(
-        FORWARD, "_pages, pages, params.page_shift", "_pages, pages, params.page_shift + (HERE ? 1 : 0)", PAGED, "S"
+        FORWARD, '"slot_of(n)" if staged', '"slot_of(HERE && n < n_last ? n + 1 : n)" if staged', PAGED, "S"
     ),
 }
 

@@ -737,7 +737,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     };
     const u32 lane_chunk = first_chunk(lane);
 
-
     auto release = [&](u32 empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };

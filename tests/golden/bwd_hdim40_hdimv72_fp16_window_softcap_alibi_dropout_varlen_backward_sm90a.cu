@@ -796,7 +796,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const u32 nothing = static_cast<u32>(params.heads_k) >> 31;
     auto lane_after = [&](u32 known) -> int { return not_before(known, lane, nothing); };
 
-
     auto release = [&](u32 empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
@@ -885,6 +884,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                                           dO_rows + k_major_step(TILE_M, d), true);
         }
         wgmma_commit();
+
+        // >>> mods/alibi.cuh.j2
+        constexpr float LOG2E = 1.4426950408889634f;
+        const float* alibi_slopes = params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
+        const float alibi_slope_log2 = ld_global_f32(alibi_slopes) * LOG2E;
         const int drawing = lane_after(static_cast<u32>(philox_seed));
         const int group = drawing / 4, quad = drawing % 4;
         u32 keeps[(M_STEPS + 3) / 4] = {};  // 8 bits a step
@@ -916,11 +920,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         const int place = lane_after(float_bits(S_rmem[0][0][0]));
         [[maybe_unused]] const int row0 = m0 + 2 * (place % 4), col0 = warp_col0 + place / 4;
         [[maybe_unused]] const u32 stats_lane = stats + place % 4 * 16;  // of the first two queries
-
-        // >>> mods/alibi.cuh.j2
-        constexpr float LOG2E = 1.4426950408889634f;
-        const float* alibi_slopes = params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
-        const float alibi_slope_log2 = ld_global_f32(alibi_slopes) * LOG2E;
 
         // >>> mods/softcap.cuh.j2
         // z is score / softcap in halves of the border, below which tanh is a cubic (fagen/mods.py). Where all z of the warp are
@@ -983,7 +982,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
                 for (int j = 2 * k; j < 2 * k + 2; ++j) {
                     float pair[4];
-                    // Not before those of the step before are done with.
+                    // Not before those of k - 1 are done with: all at once would take all registers.
                     const u32 in_turn = k < 1 ? stats_lane : not_before(P_rmem[k - 1][3], stats_lane, nothing);
                     ld_shared_f32x4(pair, in_turn + j * MMA_N * 8);
 #pragma unroll
@@ -1018,7 +1017,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
                 for (int j = 2 * k; j < 2 * k + 2; ++j) {
                     float pair[4];
-                    // Not before those of the step before are done with.
+                    // Not before those of k - 1 are done with: all at once would take all registers.
                     const u32 in_turn = k < 1 ? stats_lane : not_before(P_rmem[k - 1][3], stats_lane, nothing);
                     ld_shared_f32x4(pair, in_turn + j * MMA_N * 8);
 #pragma unroll
@@ -1057,6 +1056,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         wgmma_hold(dP_rmem[0]);
 
         // >>> sm90/score_gradient.cuh.j2
+        // Or the compiler would keep a predicate for each, since P has asked for them.
 #pragma unroll
         for (u32& bits : keeps) bits = not_before(float_bits(dP_rmem[0][0][0]), bits, nothing);
 #pragma unroll

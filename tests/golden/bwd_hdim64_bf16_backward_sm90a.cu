@@ -792,7 +792,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
     const u32 nothing = static_cast<u32>(params.heads_k) >> 31;
     auto lane_after = [&](u32 known) -> int { return not_before(known, lane, nothing); };
 
-
     auto release = [&](u32 empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
