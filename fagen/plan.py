@@ -391,6 +391,11 @@ class KernelPlan:
         return sm80.padded(self.spec.dim_v)
 
     @property
+    def least_page(self) -> int:
+        """Keys of the smallest page that is served."""
+        return sm80.LEAST_PAGE
+
+    @property
     def overlaps(self) -> bool:
         """Whether the kernel may start before the one before it in its stream has ended: it waits for that itself."""
         return self.spec.split_kv and self.arch.capability >= (9, 0)

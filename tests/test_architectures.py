@@ -161,7 +161,7 @@ BACKWARD_FEATURES: list[dict[str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_hopper_backwards_keep_all_in_registers(head_dim: int) -> None:
     """Nothing spills with any feature, nor with all; deterministic, the plain ones."""
     compiled = hopper_backwards(

@@ -124,12 +124,97 @@ def test_what_stands_before_and_behind_a_gradient(head_dim: int, arch: str, tmp_
     assert check_both_ways(arch, head_dim, batch=1, heads=2, heads_k=1, seqlen_q=40, seqlen_k=70, **on).passed
 
 
+# Each by its head, and a cap; both with a number that others may have too.
+BY_HEAD = """
+{% set declare = {"fields": [["NAME_log2", "float", "value * LOG2E"]], "example": "0.01",
+                  "eager": "scores + value * col * torch.arange(scores.shape[1], device=scores.device)[:, None, None]"} %}
+{% set output_scale = none %}
+{% set reads_head = true %}
+{% macro setup() %}{% endmacro %}
+{% macro forward(score, scale) %}
+const float distance = params.NAME_log2 * col;
+{{ score }} = {{ score }} * {{ scale }} + distance * score_head;
+{% endmacro %}
+{% macro backward(grad, output) %}{% endmacro %}
+"""
+CAP = """
+{% set declare = {"fields": [["cap_inverse", "float", "1 / value"], ["cap_log2", "float", "value * LOG2E"]],
+                  "eager": "scores / (1 + scores.abs() / value)", "example": "5.0", "order": 40} %}
+{% set output_scale = none %}
+{% set backward_reads_output = true %}
+{% macro setup() %}{% endmacro %}
+{% macro forward(score, scale) %}
+const float distance = {{ score }} * {{ scale }} * 0.6931471805599453f * params.cap_inverse;
+{{ score }} = params.cap_log2 * distance / (1.0f + fabsf(distance));
+{% endmacro %}
+{% macro backward(grad, output) %}
+const float distance = 1.0f - fabsf({{ output }}) / params.cap_log2;
+{{ grad }} *= distance * distance;
+{% endmacro %}
+"""
+
+
+@everywhere
+@pytest.mark.parametrize("head_dim", [32, 128, 136])
+def test_several_of_one_score_at_a_time(head_dim: int, arch: str, tmp_path: Path) -> None:
+    """Behind a modification of whole tiles. Their names are in no other's way, and derivatives read their own outputs."""
+    mods = tmp_path / "mods"
+    for name in ("one", "two"):
+        folder(mods, name, BY_HEAD.replace("NAME", name))
+    registry.load_mods(folder(mods, "cap", CAP))
+    on = dict.fromkeys(("softcap", "alibi", "one", "two", "cap"), True)
+    sizes = {"batch": 1, "heads": 4, "heads_k": 2, "seqlen_q": 70, "seqlen_k": 90}
+    assert check_both_ways(arch, head_dim, **on, **sizes).passed
+
+
+SHIFT = """
+{% set declare = {"takes": "tensor", "dtypes": ["float32"], "checks": [["value.numel() == 1", "must be one number"]],
+                  "fields": [["shift", "const float*", "value"]], "eager": "scores + value",
+                  "example": "torch.ones(1, device=device)", "gradient": {"sum": "d_shift"}} %}
+{% set output_scale = none %}
+{% macro setup() %}{% endmacro %}
+{% macro tile(scale) %}
+const float shift_log2 = ld_global_f32(params.shift) * 1.4426950408889634f;
+#pragma unroll
+for (int m = 0; m < M_FRAGS; ++m) {
+#pragma unroll
+    for (int j = 0; j < S_FRAGS; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) S_rmem[m][j][e] = fmaf(S_rmem[m][j][e], {{ scale }}, shift_log2);
+    }
+}
+{% endmacro %}
+{% macro backward(grad, output) %}{% endmacro %}
+{% macro value_gradient(grad) %}
+red_global_add_f32(params.d_shift, {{ grad }});
+{% endmacro %}
+"""
+
+
+@everywhere
+@pytest.mark.parametrize("head_dim", [32, 136])
+def test_a_value_of_whole_tiles_has_a_gradient(head_dim: int, arch: str, tmp_path: Path) -> None:
+    """That of what shifts all scores is 0, but for rounding; those of the others are what they are without it."""
+    registry.load_mods(folder(tmp_path / "mods", "shift", SHIFT))
+    result = check_both_ways(arch, head_dim, batch=1, heads=2, heads_k=1, seqlen_q=40, seqlen_k=70, shift=True)
+    assert all(result.gradients[name].passed for name in ("dq", "dk", "dv"))
+
+
 @pytest.mark.usefixtures("examples")
 @everywhere
-@pytest.mark.parametrize(("head_dim", "cap"), [(64, "softsign"), (128, "softcap"), (136, "softcap")])
-def test_a_derivative_far_from_0(head_dim: int, cap: str, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "cap", "behind"),
+    [
+        (64, "softsign", []),
+        (128, "softcap", []),
+        (136, "softcap", []),
+        (64, "softcap", ["alibi"]),
+        (128, "softcap", ["alibi"]),
+    ],
+)
+def test_a_derivative_far_from_0(head_dim: int, cap: str, behind: list[str], arch: str) -> None:
     """Scores above 2000, whose references the forward would leave apart from the sums."""
-    spec = AttentionSpec(head_dim=head_dim, backward=True, **{cap: True})
+    spec = AttentionSpec(head_dim=head_dim, backward=True, **dict.fromkeys([cap, *behind], True))
     values: dict[str, Any] = {cap: 5000.0}
     case = Case(spec=spec, batch=1, heads=1, heads_k=1, seqlen_q=40, seqlen_k=70, softmax_scale=1.0, values=values)
     device = "cuda" if arch == "gpu" else "cpu"

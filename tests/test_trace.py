@@ -457,6 +457,7 @@ def test_a_fault_of_joining_is_found_at_its_stage(right: str, wrong: str, stage:
         ("sm90a", "fwd", HOPPER),
         ("sm90a", "bwd", TALL),
         ("sm90a", "bwd", WIDE),
+        ("sm90a", "bwd", {"head_dim": 32, "softcap": True, "alibi": True, "dropout": True, "backward": True}),
     ],
 )
 def test_where_no_fault_is_nothing_departs(arch: str, kind: str, spec: dict[str, Any], wrong_templates: None) -> None:

@@ -23,7 +23,7 @@ CONVERT_PRIMITIVES = ("types", "shared", "global", "cp_async", "convert")
 ELEMENT_BYTES = 2
 FLOAT_BYTES = 4
 LEAST_PAGE = 16  # keys of the smallest page
-NUMBER_BYTES = 4  # of a page
+PAGE_NUMBER_BYTES = 4
 COPY_BYTES = 16
 WARP_ROW_BYTES = 8  # reference and sum of a row in one warp, float32
 ROW_STATISTICS_BYTES = 12  # reference, log2 of the sum and delta of a query, float32
@@ -41,7 +41,7 @@ def page_numbers_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
     if not spec.paged or tile.stages == 1:
         return 0
     numbers = 2 * (tile.stages - 1) * (tile.tile_n // LEAST_PAGE + 1)
-    return -(-numbers * NUMBER_BYTES // COPY_BYTES) * COPY_BYTES
+    return -(-numbers * PAGE_NUMBER_BYTES // COPY_BYTES) * COPY_BYTES
 
 
 def smem_bytes(spec: AttentionSpec, tile: TileConfig) -> int:
@@ -174,7 +174,8 @@ def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
     """The tile for few query rows, which is to read keys and values as fast as memory gives them.
 
     What counts is bytes under way, 64 to 96 KiB of them: steps of 48 KiB, three stages, one block a multiprocessor.
-    More, and some multiprocessors get them long before others; docs/decode.md has what others gave.
+    With more, some multiprocessors get theirs long before others; docs/decode.md has figures. Beyond d192 a step of
+    the least that four warps take, 64 keys, has more, and where shared memory is small two stages have to do.
     """
     row_bytes = (padded(spec.head_dim) + padded(spec.dim_v)) * ELEMENT_BYTES
     for stages, step_bytes, warp_counts in (

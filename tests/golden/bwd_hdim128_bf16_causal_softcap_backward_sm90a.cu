@@ -906,7 +906,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         float& grad = S_rmem[0][j][e];
-                        constexpr int m = 0;
                         const float score = grad;
                         grad = exp2_approx(fmaf(grad, params.softcap_log2, -log2_sum[j][e % 2]));
                         // After the exponential: what the derivative of a modification makes of an infinite score may be NaN.
@@ -930,7 +929,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         float& grad = S_rmem[0][j][e];
-                        constexpr int m = 0;
                         const float score = grad;
                         grad = exp2_approx(fmaf(grad, params.softcap_log2, -log2_sum[j][e % 2]));
                         p[j % 2][e] = grad;

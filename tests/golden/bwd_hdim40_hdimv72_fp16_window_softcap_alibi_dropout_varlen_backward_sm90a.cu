@@ -889,8 +889,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         constexpr float LOG2E = 1.4426950408889634f;
         const float* alibi_slopes = params.alibi_slopes + batch * params.alibi_batch_stride + head * params.alibi_head_stride;
         const float alibi_slope_log2 = ld_global_f32(alibi_slopes) * LOG2E;
-        const int drawing = lane_after(static_cast<u32>(philox_seed));
-        const int group = drawing / 4, quad = drawing % 4;
+        const int drawing_lane = lane_after(static_cast<u32>(philox_seed));
+        const int group = drawing_lane / 4, quad = drawing_lane % 4;
         u32 keeps[(M_STEPS + 3) / 4] = {};  // 8 bits a step
 #pragma unroll
         for (int k = 0; k < M_STEPS; ++k) {
@@ -917,9 +917,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         wgmma_hold(S_rmem[0]);
 
         // >>> sm90/probabilities.cuh.j2
-        const int place = lane_after(float_bits(S_rmem[0][0][0]));
-        [[maybe_unused]] const int row0 = m0 + 2 * (place % 4), col0 = warp_col0 + place / 4;
-        [[maybe_unused]] const u32 stats_lane = stats + place % 4 * 16;  // of the first two queries
+        const int own_lane = lane_after(float_bits(S_rmem[0][0][0]));
+        [[maybe_unused]] const int row0 = m0 + 2 * (own_lane % 4), col0 = warp_col0 + own_lane / 4;
+        [[maybe_unused]] const u32 stats_lane = stats + own_lane % 4 * 16;  // of the first two queries
 
         // >>> mods/softcap.cuh.j2
         // z is score / softcap in halves of the border, below which tanh is a cubic (fagen/mods.py). Where all z of the warp are
@@ -992,10 +992,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                         [[maybe_unused]] const int row = row0 + j * MMA_N + e % 2;
                         [[maybe_unused]] const int col = col0 + m * MMA_M + e / 2 * 8;
                         const float softcap_output = grad;
-                        // >>> mods/alibi.cuh.j2
-                        // Only the first term is converted, once a key; the sum of the two is exact in float32.
-                        const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
-                        grad = grad * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
+                        {  // >>> mods/alibi.cuh.j2
+                            // Only the first term is converted, once a key; the sum of the two is exact in float32.
+                            const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
+                            grad = grad * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
+                        }
                         grad -= pair[e % 2 * 2];  // the reference that the forward leaves where its product with the scale is not exact
                         grad = exp2_approx(grad - pair[e % 2 * 2 + 1]);
                         // After the exponential: what the derivative of a modification makes of an infinite score may be NaN.
@@ -1027,10 +1028,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
                         [[maybe_unused]] const int row = row0 + j * MMA_N + e % 2;
                         [[maybe_unused]] const int col = col0 + m * MMA_M + e / 2 * 8;
                         const float softcap_output = grad;
-                        // >>> mods/alibi.cuh.j2
-                        // Only the first term is converted, once a key; the sum of the two is exact in float32.
-                        const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
-                        grad = grad * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
+                        {  // >>> mods/alibi.cuh.j2
+                            // Only the first term is converted, once a key; the sum of the two is exact in float32.
+                            const float distance = static_cast<float>(row0 + offset - col) + static_cast<float>(j * MMA_N + e % 2);
+                            grad = grad * params.softcap_log2 - alibi_slope_log2 * fabsf(distance);
+                        }
                         grad -= pair[e % 2 * 2];  // the reference that the forward leaves where its product with the scale is not exact
                         grad = exp2_approx(grad - pair[e % 2 * 2 + 1]);
                         p[j % 2][e] = (keeps[k / 4] >> (k % 4 * 8 + j % 2 * 4 + e) & 1) ? grad : 0.0f;

@@ -888,8 +888,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
         }
         // Only steps at an edge of what this warp's keys are seen by are masked.
         if (warp_col0 + MMA_M > seqlen_k) {
-            const int place_at_edge = lane_after(float_bits(S_rmem[0][0][0]));
-            [[maybe_unused]] const int row0 = m0 + 2 * (place_at_edge % 4), col0 = warp_col0 + place_at_edge / 4;
+            const int lane_at_edge = lane_after(float_bits(S_rmem[0][0][0]));
+            [[maybe_unused]] const int row0 = m0 + 2 * (lane_at_edge % 4), col0 = warp_col0 + lane_at_edge / 4;
             // Queries that see a key: from `first` on, counted from row0.
             int first[2];
 #pragma unroll

@@ -436,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int row0 = warp_row0 + group;  // row of fragment (m, r): row0 + m * MMA_M + r * 8
 
     if (n_first <= n_last) {
+        load(n_last, 0);
 #pragma unroll 1
         for (int i = threadIdx.x; i < TILE_M * QK_CHUNKS; i += THREADS) {
             const int tile_row = i / QK_CHUNKS, chunk = i % QK_CHUNKS, row = m0 + tile_row;
@@ -443,12 +444,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         q + row / pack * params.q_row_stride + row % pack * params.q_head_stride + chunk * CHUNK,
                         row < seqlen_q && chunk < HEAD_DIM / CHUNK);
         }
-        load(n_last, 0);
         cp_async_commit();
 #pragma unroll
         for (int i = 1; i < STAGES - 1; ++i) {
             if (n_last - i >= n_first) load(n_last - i, i);
             cp_async_commit();  // a group without copies too: a wait counts groups
+        }
+    }
+    // Of the rows of this lane, while the first keys are on their way: a division takes as long as a hundred other instructions.
+    int queries[M_FRAGS][2], heads[M_FRAGS][2];
+#pragma unroll
+    for (int m = 0; m < M_FRAGS; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = row0 + m * MMA_M + r * 8;
+            queries[m][r] = row / pack;
+            heads[m][r] = row - queries[m][r] * pack;
         }
     }
     u32 Q_rmem[DIM_STEPS][M_FRAGS][4];
@@ -673,8 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
         for (int own = 0; own < OWN_FRAGS; ++own) {
-            const int d = own * WARPS + warp;
-            if (2 * DIM_V_STEPS % WARPS != 0 && d >= 2 * DIM_V_STEPS) break;
+            const int d = min(own * WARPS + warp, 2 * DIM_V_STEPS - 1);  // where there is none left, the last again
 #pragma unroll
             for (int e = 0; e < 4; ++e) O_rmem[m][own][e] = 0.0f;
 #pragma unroll
@@ -703,12 +713,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int row = row0 + m * MMA_M + r * 8;
             if (params.lse && quad == 0 && warp == 0 && row < seqlen_q) {
                 const float log2_sum = row_max[m][r] * params.softmax_scale_log2 + log2_approx(sum);
-                st_global_f32(params.lse + lse_row0 + (row) % pack * params.seqlen_q + (row) / pack, sum == 0.0f ? NEG_INF : log2_sum * LN2);
+                st_global_f32(params.lse + lse_row0 + heads[m][r] * params.seqlen_q + queries[m][r], sum == 0.0f ? NEG_INF : log2_sum * LN2);
             }
             if (row >= seqlen_q) continue;
-            u16* o = params.o + batch * params.o_batch_stride + (row) / pack * params.o_row_stride +
-                     (head + row % pack) * params.o_head_stride + 2 * quad;
-            float* o_partial = params.o_partial + (lse_row0 + (row) % pack * params.seqlen_q + (row) / pack) * HEAD_DIM_V + 2 * quad;
+            u16* o = params.o + batch * params.o_batch_stride + queries[m][r] * params.o_row_stride +
+                     (head + heads[m][r]) * params.o_head_stride + 2 * quad;
+            float* o_partial = params.o_partial + (lse_row0 + heads[m][r] * params.seqlen_q + queries[m][r]) * HEAD_DIM_V + 2 * quad;
 #pragma unroll
             for (int own = 0; own < OWN_FRAGS; ++own) {
                 const int d = own * WARPS + warp;

@@ -370,8 +370,8 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stri
 }
 
 // Keys may lie in pages of 2^page_shift of them, of which `pages` has the numbers. A thread copies rows of the same places
-// in each tile, and finds their pages before it waits for anything else: those of ROWS keys from `key` on. Outside
-// [first, last) a number may be anything, and is not read.
+// in each tile, and finds their pages: those of ROWS keys from `key` on. Outside [first, last) a number may be anything,
+// and is not read.
 template <int ROWS, int CHUNKS>
 __device__ __forceinline__ void find_pages(int (&found)[ROUNDS<ROWS, CHUNKS>], const int* pages, int page_shift, int key,
                                            int first, int last) {
@@ -394,11 +394,11 @@ __device__ __forceinline__ void fetch_pages(Fetched<ROWS, CHUNKS>& fetched, cons
 #pragma unroll
     for (int i = 0; i < ROUNDS<ROWS, CHUNKS>; ++i) {
         const int row = first_row + i * ROUND<CHUNKS>, at = key + row;
-        const int slot = at & ((1 << page_shift) - 1);
+        const int row_in_page = at & ((1 << page_shift) - 1);
 #pragma unroll
         for (int e = 0; e < 4; ++e) fetched.chunks[i][e] = 0;
         if (mine && (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) && at >= first && at < last)
-            ld_global_b128(fetched.chunks[i], src + found[i] * page_stride + slot * row_stride + chunk * CHUNK);
+            ld_global_b128(fetched.chunks[i], src + found[i] * page_stride + row_in_page * row_stride + chunk * CHUNK);
     }
 }
 
@@ -496,6 +496,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (row < seqlen_q && chunk < HEAD_DIM / CHUNK)
                 ld_global_b128(values, q + row / pack * params.q_row_stride + row % pack * params.q_head_stride + chunk * CHUNK);
             st_shared_b128(Q_smem + tile_offset<QK_CHUNKS>(tile_row, chunk), values);
+        }
+    }
+    // Of the rows of this lane, while the first keys are on their way: a division takes as long as a hundred other instructions.
+    int queries[M_FRAGS][2], heads[M_FRAGS][2];
+#pragma unroll
+    for (int m = 0; m < M_FRAGS; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = row0 + m * MMA_M + r * 8;
+            queries[m][r] = row / pack;
+            heads[m][r] = row - queries[m][r] * pack;
         }
     }
 
@@ -711,8 +722,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int m = 0; m < M_FRAGS; ++m) {
 #pragma unroll
         for (int own = 0; own < OWN_FRAGS; ++own) {
-            const int d = own * WARPS + warp;
-            if (2 * DIM_V_STEPS % WARPS != 0 && d >= 2 * DIM_V_STEPS) break;
+            const int d = min(own * WARPS + warp, 2 * DIM_V_STEPS - 1);  // where there is none left, the last again
 #pragma unroll
             for (int e = 0; e < 4; ++e) O_rmem[m][own][e] = 0.0f;
 #pragma unroll
@@ -741,12 +751,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int row = row0 + m * MMA_M + r * 8;
             if (params.lse && quad == 0 && warp == 0 && row < seqlen_q) {
                 const float log2_sum = row_max[m][r] * params.softmax_scale_log2 + log2_approx(sum);
-                st_global_f32(params.lse + lse_row0 + (row) % pack * params.seqlen_q + (row) / pack, sum == 0.0f ? NEG_INF : log2_sum * LN2);
+                st_global_f32(params.lse + lse_row0 + heads[m][r] * params.seqlen_q + queries[m][r], sum == 0.0f ? NEG_INF : log2_sum * LN2);
             }
             if (row >= seqlen_q) continue;
-            u16* o = params.o + batch * params.o_batch_stride + (row) / pack * params.o_row_stride +
-                     (head + row % pack) * params.o_head_stride + 2 * quad;
-            float* o_partial = params.o_partial + (lse_row0 + (row) % pack * params.seqlen_q + (row) / pack) * HEAD_DIM_V + 2 * quad;
+            u16* o = params.o + batch * params.o_batch_stride + queries[m][r] * params.o_row_stride +
+                     (head + heads[m][r]) * params.o_head_stride + 2 * quad;
+            float* o_partial = params.o_partial + (lse_row0 + heads[m][r] * params.seqlen_q + queries[m][r]) * HEAD_DIM_V + 2 * quad;
 #pragma unroll
             for (int own = 0; own < OWN_FRAGS; ++own) {
                 const int d = own * WARPS + warp;

@@ -380,7 +380,7 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* src, i64 row_stri
 
 // Keys may lie in pages of 2^page_shift of them, of which `pages` has the numbers. Those of a step are copied to a slot in
 // shared memory, so early that they are there when the copies of its keys and values ask for them.
-constexpr int LEAST_PAGE = 16;                       // keys of the smallest page
+constexpr int LEAST_PAGE = 16;  // keys of the smallest page
 constexpr int STEP_PAGES = TILE_N / LEAST_PAGE + 1;  // of a step at most: its first key may be the last of a page
 constexpr u32 SLOT_BYTES = STEP_PAGES * 4;
 
@@ -401,7 +401,7 @@ __device__ __forceinline__ void copy_page_numbers(u32 slot, const int* pages, in
 // of the slot will do.
 constexpr int FOUND = 8;
 template <int ROWS, int CHUNKS>
-__device__ __forceinline__ void find_pages(u32 (&found)[FOUND], u32 slot, int page_shift, int from, int key, int first) {
+__device__ __forceinline__ void read_page_numbers(u32 (&found)[FOUND], u32 slot, int page_shift, int from, int key, int first) {
     const int first_page = max(key, first) >> page_shift;
 #pragma unroll
     for (int i = 0; i < FOUND; ++i) {
@@ -422,11 +422,11 @@ __device__ __forceinline__ void load_pages(u32 tile, const u16* src, u32 numbers
 #pragma unroll
     for (int i = 0; i < ROUNDS<ROWS, CHUNKS>; ++i) {
         const int row = first_row + i * ROUND<CHUNKS>, at = key + row;
-        if (i % FOUND == 0) find_pages<ROWS, CHUNKS>(found, numbers, page_shift, i, key, first);
+        if (i % FOUND == 0) read_page_numbers<ROWS, CHUNKS>(found, numbers, page_shift, i, key, first);
         if (ROWS % ROUND<CHUNKS> == 0 || row < ROWS) {
-            const u32 slot = at & ((1 << page_shift) - 1);
+            const u32 row_in_page = at & ((1 << page_shift) - 1);
             cp_async_16(tile + tile_offset<CHUNKS>(row, chunk),
-                        src + found[i % FOUND] * page_stride + slot * row_stride + chunk * CHUNK,
+                        src + found[i % FOUND] * page_stride + row_in_page * row_stride + chunk * CHUNK,
                         at >= first && at < last && (VALID_CHUNKS == CHUNKS || chunk < VALID_CHUNKS));
         }
     }
@@ -485,6 +485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // have landed, the copies of the tile itself start. So the numbers start 2 (STAGES - 1) steps before it, and those of
     // as many first tiles before the loop; each of these has a slot.
     constexpr int PAGE_SLOTS = 2 * (STAGES - 1);
+    static_assert(PAGES_OFFSET + PAGE_SLOTS * SLOT_BYTES <= 61488, "shared memory");
     auto slot_of = [&](int n) { return pages_smem + static_cast<u32>(n_last - n) % PAGE_SLOTS * SLOT_BYTES; };
     auto load = [&](int n, u32 stage) {
         load_pages<TILE_N, QK_CHUNKS, HEAD_DIM / CHUNK>(
@@ -527,6 +528,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int i = 0; i < STAGES - 1; ++i) {
             if (n_last - i >= n_first) load(n_last - i, i);
             cp_async_commit();  // a group without copies too: a wait counts groups
+        }
+    }
+    // Of the rows of this lane, while the first keys are on their way: a division takes as long as a hundred other instructions.
+    int queries[M_FRAGS][2], heads[M_FRAGS][2];
+#pragma unroll
+    for (int m = 0; m < M_FRAGS; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = row0 + m * MMA_M + r * 8;
+            queries[m][r] = row / pack;
+            heads[m][r] = row - queries[m][r] * pack;
         }
     }
 
@@ -704,12 +716,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int row = row0 + m * MMA_M + r * 8;
             if (params.lse && quad == 0 && row < seqlen_q) {
                 const float log2_sum = row_max[m][r] * params.softmax_scale_log2 + log2_approx(sum);
-                st_global_f32(params.lse + lse_row0 + (row) % pack * params.seqlen_q + (row) / pack, sum == 0.0f ? NEG_INF : log2_sum * LN2);
+                st_global_f32(params.lse + lse_row0 + heads[m][r] * params.seqlen_q + queries[m][r], sum == 0.0f ? NEG_INF : log2_sum * LN2);
             }
             if (row >= seqlen_q) continue;
-            u16* o = params.o + batch * params.o_batch_stride + (row) / pack * params.o_row_stride +
-                     (head + row % pack) * params.o_head_stride + 2 * quad;
-            float* o_partial = params.o_partial + (lse_row0 + (row) % pack * params.seqlen_q + (row) / pack) * HEAD_DIM_V + 2 * quad;
+            u16* o = params.o + batch * params.o_batch_stride + queries[m][r] * params.o_row_stride +
+                     (head + heads[m][r]) * params.o_head_stride + 2 * quad;
+            float* o_partial = params.o_partial + (lse_row0 + heads[m][r] * params.seqlen_q + queries[m][r]) * HEAD_DIM_V + 2 * quad;
 #pragma unroll
             for (int d = 0; d < 2 * DIM_V_STEPS; ++d) {
                 if (d * MMA_N >= HEAD_DIM_V) continue;
