@@ -127,7 +127,7 @@ def test_what_stands_before_and_behind_a_gradient(head_dim: int, arch: str, tmp_
 # Each by its head, and a cap; both with a number that others may have too.
 BY_HEAD = """
 {% set declare = {"fields": [["NAME_log2", "float", "value * LOG2E"]], "example": "0.01",
-                  "eager": "scores + value * col * torch.arange(scores.shape[1], device=scores.device)[:, None, None]"} %}
+                  "eager": "scores + value * col * torch.arange(scores.shape[1], device=device)[:, None, None]"} %}
 {% set output_scale = none %}
 {% set reads_head = true %}
 {% macro setup() %}{% endmacro %}
@@ -157,7 +157,7 @@ const float distance = 1.0f - fabsf({{ output }}) / params.cap_log2;
 @everywhere
 @pytest.mark.parametrize("head_dim", [32, 128, 136])
 def test_several_of_one_score_at_a_time(head_dim: int, arch: str, tmp_path: Path) -> None:
-    """Behind a modification of whole tiles. Their names are in no other's way, and derivatives read their own outputs."""
+    """Behind one of whole tiles. Their names are in no other's way, and derivatives read their own outputs."""
     mods = tmp_path / "mods"
     for name in ("one", "two"):
         folder(mods, name, BY_HEAD.replace("NAME", name))
