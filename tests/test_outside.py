@@ -127,7 +127,7 @@ def test_what_stands_before_and_behind_a_gradient(head_dim: int, arch: str, tmp_
 # Each by its head, and a cap; both with a number that others may have too.
 BY_HEAD = """
 {% set declare = {"fields": [["NAME_log2", "float", "value * LOG2E"]], "example": "0.01",
-                  "eager": "scores + value * col * torch.arange(scores.shape[1], device=device)[:, None, None]"} %}
+                  "eager": "scores + value * col * torch.arange(scores.shape[1]).to(scores)[:, None, None]"} %}
 {% set output_scale = none %}
 {% set reads_head = true %}
 {% macro setup() %}{% endmacro %}
