@@ -666,7 +666,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // >>> common/warp_sum.cuh.j2
     // Each warp has seen other keys of the same rows. What they have is brought to one reference a row; then each warp sums
     // its share of the columns of O: its fragment `own` is that of columns d = own * WARPS + warp. The number of the warp
-    // goes into addresses alone: this runs once, and code that is not there need not be fetched behind all keys and values.
+    // goes into addresses alone, for a branch would make reads of the next fragment wait.
     constexpr int OWN_FRAGS = (2 * DIM_V_STEPS + WARPS - 1) / WARPS;
     constexpr int ROW_BYTES = 8;  // reference and sum of a row in a warp
     constexpr int O_LANES_BYTES = 32 * CHUNK_BYTES;  // a fragment of all lanes

@@ -523,7 +523,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
         cp_async_wait<0>();
         __syncthreads();  // the numbers of the first pages have landed for all
-        // Runs once: code that is not there need not be fetched.
 #pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) {
             if (n_last - i >= n_first) load(n_last - i, i);
