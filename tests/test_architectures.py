@@ -156,6 +156,8 @@ BACKWARD_FEATURES: list[dict[str, bool]] = [
     {"causal": True, "softcap": True},
     {"causal": True, "alibi": True},
     {"dropout": True},
+    {"softcap": True, "dropout": True},
+    {"softcap": True, "alibi": True, "dropout": True},
     {"window": True, "varlen": True},
     {"window": True, "varlen": True, "softcap": True, "alibi": True, "dropout": True},
 ]

@@ -891,11 +891,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fagen_bwd(const __grid_
             const int lane_at_edge = lane_after(float_bits(S_rmem[0][0][0]));
             [[maybe_unused]] const int row0 = m0 + 2 * (lane_at_edge % 4), col0 = warp_col0 + lane_at_edge / 4;
             // Queries that see a key: from `first` on, counted from row0.
+            // Not 0 in plain sight, for ptxas then mixes all elements' instructions, and has no registers for that.
             int first[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int col = col0 + r * 8;
-                first[r] = col >= seqlen_k ? TILE_M : 0;
+                first[r] = col >= seqlen_k ? TILE_M : static_cast<int>(nothing);
             }
 #pragma unroll
             for (int k = 0; k < M_STEPS; ++k) {
