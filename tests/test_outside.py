@@ -194,10 +194,14 @@ red_global_add_f32(params.d_shift, {{ grad }});
 @everywhere
 @pytest.mark.parametrize("head_dim", [32, 136])
 def test_a_value_of_whole_tiles_has_a_gradient(head_dim: int, arch: str, tmp_path: Path) -> None:
-    """That of what shifts all scores is 0, but for rounding; those of the others are what they are without it."""
+    """What shifts all scores but the sink's has the sum of all their gradients: with few keys, more than rounding."""
     registry.load_mods(folder(tmp_path / "mods", "shift", SHIFT))
-    result = check_both_ways(arch, head_dim, batch=1, heads=2, heads_k=1, seqlen_q=40, seqlen_k=70, shift=True)
-    assert all(result.gradients[name].passed for name in ("dq", "dk", "dv"))
+    on = {"shift": True, "sink": True}
+    for keys in (70, 7):
+        result = check_both_ways(arch, head_dim, batch=1, heads=2, heads_k=1, seqlen_q=40, seqlen_k=keys, **on)
+        assert all(result.gradients[name].passed for name in ("dq", "dk", "dv"))
+    worst = result.gradients["dshift"].worst
+    assert abs(worst.reference) > 1 and worst.value == pytest.approx(worst.reference, rel=0.05)
 
 
 @pytest.mark.usefixtures("examples")

@@ -184,10 +184,8 @@ def decode_tile(spec: AttentionSpec, arch: Arch) -> TileConfig:
         (2, 32 * KIB, (4,)),
         (2, 16 * KIB, (2,)),
     ):
-        most = min(256, step_bytes // row_bytes)
+        most = max(16 * warp_counts[-1], min(256, step_bytes // row_bytes))
         keys, warps = max((most // (16 * warps) * 16 * warps, warps) for warps in warp_counts)
-        if not keys:
-            keys, warps = 16 * warp_counts[-1], warp_counts[-1]
         tile = TileConfig(16, keys, warps=warps, stages=stages, blocks_per_sm=1, q_in_registers=True, along_keys=True)
         if smem_bytes(spec, tile) <= arch.smem_limit:
             return tile
